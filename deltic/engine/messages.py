@@ -185,18 +185,29 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Elements that are kept, from the front, before it is."""
 
 
-class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
-    """Request of one prompt with its parameters, as the server sends it to the engine."""
+class Handling(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Wishes of a client about its request that are no part of the answer. APIs hand them on as they are."""
 
-    id: str
-    prompt_ids: list[int]
-    params: SamplingParams
     priority: int = 0
     """Lower runs first.
 
     A priority above 0 ranks among all requests, one below 0 among its tenant's alone. At equal priority
     tenants take turns, and each tenant's requests are first come, first served.
     """
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of the same salt, and so are pictures that were read."""
+    use_cache: bool = True
+    """True if the prefix cache is looked up for this request, and keeps what it computes."""
+    wants_progress: bool = False
+    """True if Outputs tell how much of the prompt is computed, before the first token."""
+
+
+class Request(Handling, tag="request", kw_only=True, omit_defaults=True):
+    """Request of one prompt with its parameters, as the server sends it to the engine."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
     tenant: str = ""
     """The name of the API key; "" without keys."""
     namespace: str = ""
@@ -210,10 +221,6 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
-    cache_salt: str = ""
-    """Prefixes are shared only between requests of the same salt."""
-    use_cache: bool = True
-    """True if the prefix cache is looked up for this request, and keeps what it computes."""
     speech: Speech | None = None
     adapter: bytes = b""
     """The key of the LoRA adapter that is applied; b"": none."""
@@ -223,15 +230,15 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Pictures in the order of their tokens, which do not overlap. The ids there are placeholders."""
     labels: dict[str, str] = {}
     """Labels that its client gave it, for `--trace`; empty without."""
-    wants_progress: bool = False
-    """True if Outputs tell how much of the prompt is computed, before the first token."""
     pooling: Pooling | None = None
     """Asks an embedder for the prompt's vector, and no token; None: the model writes."""
 
     @property
     def prefix_scope(self) -> str:
-        """Namespace and salt: requests with the same share prefixes."""
-        return f"{self.namespace}\n{self.cache_salt}"
+        """Namespace and salt, and the voice of speech, whose rows do not say it: requests with the same share
+        prefixes.
+        """
+        return f"{self.namespace}\n{self.cache_salt}{self.speech.voice if self.speech else ''}"
 
 
 class Question(msgspec.Struct, kw_only=True):

@@ -22,6 +22,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 
+from deltic.engine.messages import Handling
 from deltic.server.api import decode
 from deltic.server.chat.constraint import NewGrammar, NotInline, compiles
 from deltic.server.chat.messages import find_pictures
@@ -91,12 +92,12 @@ class Preparation:
         """
         chat = await self.run(convert, *args, **kwargs)
         sent = await self.run(find_pictures, chat.messages)
-        return chat, await self.read_sent(sent, chat.picture_bounds, chat.sampling.cache_salt)
+        return chat, await self.read_sent(sent, chat.picture_bounds, chat.sampling.handling)
 
-    async def read_sent(self, sent: list[Sent], bounds: PictureBounds | None, salt: str) -> Pictures:
+    async def read_sent(self, sent: list[Sent], bounds: PictureBounds | None, handling: Handling) -> Pictures:
         """The pictures and videos that a step has found. They count no more in the size of later steps.
 
-        salt: pictures that were kept under another are read again. Raises ApiError.
+        handling: of the request. Raises ApiError.
         """
         if not sent:
             return {}
@@ -106,7 +107,7 @@ class Preparation:
         if info.pictures is None:
             raise sent[0].not_taken(info.no_pictures)
         given = sent, info.pictures, bounds, info.max_model_len
-        reading = service.server.pictures.read(*given, ticket=self._ticket, room=service.pixels, salt=salt)
+        reading = service.server.pictures.read(*given, ticket=self._ticket, room=service.pixels, handling=handling)
         return await unless_disconnected(self._request.receive, reading)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -155,7 +155,7 @@ def request_of(
         "repetition_penalty": 1.05, "min_tokens": 2, "seed": 1,
     }  # fmt: skip
     return Request(
-        id=id, prompt_ids=prompt, params=SamplingParams(**given | params), cache_salt=key,
+        id=id, prompt_ids=prompt, params=SamplingParams(**given | params),
         speech=Speech(trailing_ids=trailing, voice=key, temperature=temperature),
     )  # fmt: skip
 

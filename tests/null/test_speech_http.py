@@ -274,7 +274,7 @@ def test_defaults_are_the_checkpoints(engine: FakeSpeechClient) -> None:
         1.05,
     )
     assert (speech.temperature, speech.top_k, speech.top_p, params.min_tokens) == (0.9, 50, 1.0, 2)
-    assert params.max_tokens == 192 and sent.cache_salt == "" and params.seed is None
+    assert params.max_tokens == 192 and sent.prefix_scope == "\n" and params.seed is None
     given = {
         "temperature": 0.5, "top_k": 7, "top_p": 0.0, "repetition_penalty": 1.2, "subtalker_temperature": 0.0,
         "subtalker_top_k": 3, "subtalker_top_p": 0.5, "seed": 5, "max_new_tokens": 9, "initial_codec_chunk_frames": 3,
@@ -590,12 +590,12 @@ def test_a_voice_is_kept_used_and_deleted(tmp_path: Path) -> None:
             assert error_of(gone)["code"] == "voice_not_found"
 
     asyncio.run(go())
-    assert not list(tmp_path.rglob("*.voice")) and engine.dropped == [engine.requests[0].cache_salt]
+    assert not list(tmp_path.rglob("*.voice")) and engine.dropped == [engine.requests[0].speech.voice]
     assert len(engine.encoded) == 2 and engine.encoded[0] == engine.encoded[1]
     samples = np.frombuffer(engine.encoded[0].samples, "<f4")
     assert len(samples) == 20 * 1920 and abs(samples).max() < 0.4 and engine.encoded[0].is_kept
     first, second, vector = engine.requests
-    assert first.prompt_ids == second.prompt_ids and first.cache_salt == engine.encoded[0].key
+    assert first.prompt_ids == second.prompt_ids and first.prefix_scope == f"\n{engine.encoded[0].key}"
     sides = [split_row(row)[1] for row in first.prompt_ids]
     assert [side for side in sides if side >= SPEAKER] == [SPEAKER, *range(FRAME, FRAME + 20)]
     assert first.speech and first.speech.is_primed and vector.speech and not vector.speech.is_primed

@@ -106,7 +106,7 @@ def test_what_the_engine_gets_is_what_it_gets_at_once() -> None:
     def sent(request: Request) -> tuple[Any, ...]:
         assert request.speech is not None
         speech = msgspec.structs.replace(request.speech, is_streamed=True)
-        return request.prompt_ids, speech, request.params, request.cache_salt
+        return request.prompt_ids, speech, request.params, request.prefix_scope
 
     with served(app, ws="websockets-sansio") as url:
         at_once = httpx.post(f"{url}/v1/audio/speech", json=vector | {"input": said}).raise_for_status()

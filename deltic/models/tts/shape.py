@@ -3,7 +3,7 @@ rows.
 
 A prompt of the talker is a list of rows, each a sum of a text vector and a codec vector. A row is named by
 one integer, so that a prompt is a list of ids as for any other model, and the prefix tree finds equal rows.
-The id does not say whose voice a row has: that belongs into `Request.cache_salt`.
+The id does not say whose voice a row has: that belongs into `Request.prefix_scope`.
 
 A drawn token is a code of codebook 0, or `SpeechShape.end_id`. No torch: the HTTP process reads this, too.
 """

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from deltic.engine.messages import SamplingParams
+from deltic.engine.messages import Handling, SamplingParams
 from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.chat import request as chats
@@ -78,6 +78,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: chats.Count | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Requests with different salts share no cached prefixes."""
     cache_prompt: bool | None = None
     """False: neither read nor feed the prefix cache."""
     best_of: Positive | None = None
@@ -115,7 +116,9 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None
     ebnf: str | None = None
     bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    """Texts that may not come in the answer."""
     allowed_token_ids: list[int] | None = None
+    """The only ids that may be drawn."""
     # Carry no promise about the answer.
     user: str | None = None
     metadata: JsonObject | None = None
@@ -319,6 +322,13 @@ def sampling_of(
         allowed_token_ids=request.allowed_token_ids,
         bad_words=request.bad_words or [],
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        handling=handling_of(request),
+    )
+
+
+def handling_of(request: SamplingFields) -> Handling:
+    """The wishes about a request that its answer does not show."""
+    return Handling(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         use_cache=request.cache_prompt is not False,

@@ -23,6 +23,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.json_types import JsonObject
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
+from deltic.server.api.protocol import handling_of
 from deltic.server.api.responses_items import (
     ID_PREFIXES,
     InputItem,
@@ -139,7 +140,7 @@ async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> R
     items, sent = await preparation.run(_items, asked, history, given)
     if kinds := wire.left_out(asked):
         ticket.notes["tools_left_out"] = ",".join(kinds)
-    pictures = await preparation.read_sent(sent, asked.mm_processor_kwargs, asked.cache_salt or "")
+    pictures = await preparation.read_sent(sent, asked.mm_processor_kwargs, handling_of(asked))
     return ReadRequest(asked, history, given, items, pictures)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from deltic.engine.messages import Picture, PictureInfo
+from deltic.engine.messages import Handling, Picture, PictureInfo
 from deltic.engine.turns import NamespaceShares
 from deltic.json_types import JsonObject
 from deltic.models.vision.shape import BLOCK
@@ -164,10 +164,11 @@ class PictureReader:
         *,
         ticket: Ticket | None = None,
         room: Room | None = None,
-        salt: str = "",
+        handling: Handling | None = None,
     ) -> Pictures:
         """info: how the model takes them; context: tokens of a prompt; ticket: of the request, which holds
-        its part of the room for pixels from now on. Raises ApiError: 400 that names the picture at fault; 503
+        its part of the room for pixels from now on. handling: of the request, whose salt keeps what was read
+        apart. Raises ApiError: 400 that names the picture at fault; 503
         when too many are read at once.
         """
         if info is None:
@@ -176,6 +177,7 @@ class PictureReader:
             raise bad_request(pictures[MAX_PICTURES].path, f"a request may have {MAX_PICTURES} pictures at most")
         bounds = bounds or PictureBounds()
         least, most = _checked(bounds, info)
+        salt = handling.cache_salt if handling else ""
         n_videos = sum(sent.is_video for sent in pictures)
         wish = _wish(bounds, info, most, int(VIDEO_SHARE * context) // max(1, n_videos))
         n_at_once = N_FETCHING if any(sent.url for sent in pictures) and not n_videos else N_DECODING

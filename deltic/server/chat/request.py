@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from deltic.config import ServerConfig
-from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, Request, SamplingParams
+from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, Handling, Request, SamplingParams
 from deltic.json_types import JsonObject
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.chat.messages import Message, ToolName
@@ -151,11 +152,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     bad_words: list[str] = []
     truncate_prompt_tokens: int | None = None
     """Number of the prompt's last tokens that are kept; -1: as many as leave room for the answer."""
-    priority: int = 0
-    cache_salt: str = ""
-    use_cache: bool = True
-    wants_progress: bool = False
-    """The stream tells how much of the prompt is computed."""
+    handling: Handling = msgspec.field(default_factory=Handling)
 
 
 class Completion(Struct, frozen=True):
@@ -343,12 +340,5 @@ def engine_request(
 ) -> Request:
     """The engine's Request for one prompt. boundaries: token offsets at which its messages end."""
     return Request(
-        id=request_id,
-        prompt_ids=prompt_ids,
-        params=params,
-        priority=sampling.priority,
-        boundaries=boundaries,
-        cache_salt=sampling.cache_salt,
-        use_cache=sampling.use_cache,
-        wants_progress=sampling.wants_progress,
+        id=request_id, prompt_ids=prompt_ids, params=params, boundaries=boundaries, **asdict(sampling.handling)
     )

@@ -338,7 +338,6 @@ async def utterance(service: Service, plan: SpeechPlan, info: engine.EngineInfo,
         id=f"speech-{secrets.token_hex(16)}",
         prompt_ids=rows.prompt,
         params=speech_protocol.sampling_params(fields, shape, max_tokens),
-        cache_salt=key,
         speech=speech_protocol.speech_params(
             fields, shape, plan.streamed, trailing_ids=rows.trailing, is_open=is_open, voice=key, is_primed=n_frames > 0
         ),
