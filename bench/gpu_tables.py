@@ -56,7 +56,7 @@ def name(run: Run) -> str:
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
     where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
-    state_dtype = run.data.get("state_dtype", "float32")
+    state_dtype = run.data.get("settings", run.data).get("state_dtype", "float32")
     states = f", {state_dtype} states" if state_dtype != "float32" else ""
     return f"{run.data['shape']}{where}{bits}{states}"
 

@@ -371,8 +371,7 @@ class ModelConfig:
     def shapes_text(self) -> str | None:
         """A flag that was given and means nothing to a model that speaks."""
         names = ("default_chat_template_kwargs", "generation_config", "override_generation_config")
-        given = (name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default)
-        return next(("--" + name.replace("_", "-") for name in given), None)
+        return next(("--" + name.replace("_", "-") for name in changed(self) if name in names), None)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -569,11 +568,23 @@ class ServerConfig:
 
 Config = EngineConfig | ModelConfig | ServerConfig
 
+MEASURED = (
+    *("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "kv_cache_dtype"),
+    *("state_dtype", "tensor_parallel", "tp_invariant", "seed"),
+)
+"""Settings of an engine that benches of a model on a GPU take, too."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question for who mistyped a name; empty where none is like it."""
     near = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.75)  # below, it is by chance
     return f"did you mean {near[0]}?" if near else ""
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """The settings that are not their defaults, by name."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfig:
@@ -585,18 +596,18 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
     """
     devices = {"cpu": "the CPU", "cuda": "a GPU"}
     foreign: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value, only_device = getattr(config, field.name), field.metadata.get("device")
+    for name, value in changed(config).items():
+        field = config.__dataclass_fields__[name]
+        only_device, only_kind = field.metadata.get("device"), field.metadata.get("kind")
         only = (only_device.get(kind) if isinstance(only_device, Mapping) else only_device) or device
         is_elsewhere = only != device
-        only_kind = field.metadata.get("kind")
-        if value == field.default or not (is_elsewhere or only_kind not in (None, kind)):
+        if not is_elsewhere and only_kind in (None, kind):
             continue
-        if ENV_PREFIX + field.name.upper() in os.environ:
-            foreign[field.name] = field.default
+        if ENV_PREFIX + name.upper() in os.environ:
+            foreign[name] = field.default
             continue
         shown = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
-        given = f"--{field.name.replace('_', '-')}{shown}"
+        given = f"--{name.replace('_', '-')}{shown}"
         if is_elsewhere:
             raise ConfigError(
                 f"{given} is for {devices[only]}, and this model runs on {devices[device]}. Leave it out, or give "

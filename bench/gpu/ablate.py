@@ -38,7 +38,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     need_gpu()
     rows = [int(n) for n in arguments.n.split(",")]
     max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
-    model = GpuModel.load(config, drafts=max_drafts > 0)
+    model = GpuModel.load(config)
     found: list[dict[str, Any]] = []
     base: dict[int, tuple[float, list[list[int]]]] = {}
     table = Table(
@@ -53,7 +53,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     console = Console(stderr=True)
     for name, levers, n_drafts in variants(max_drafts):
         with console.status(name):
-            engine = model.engine(levers, max(rows), n_drafts)
+            engine = model.engine(levers, max(rows), max_drafts=n_drafts)
             row: dict[str, Any] = {"lever": name}
             cells, exact = [], True
             for n in rows:

@@ -11,6 +11,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -62,16 +63,17 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures drafts; prints a table and writes a JSON file. Raises ConfigError."""
     need_gpu()
     sizes, accepts = numbers(arguments.n, "--n", int), [float(p) for p in arguments.accept.split(",")]
-    model, name = GpuModel.load(config, arguments.format, drafts=True), shape_name(arguments, config)
     max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
-    engine = model.engine(levers, max(sizes))
+    config = replace(config, max_drafts=max_drafts)
+    model, name = GpuModel.load(config, arguments.format), shape_name(arguments, config)
+    engine = model.engine(levers, max(sizes), max_drafts=0)
     plain: dict[int, list[float]] = {}
     for n in sizes:
         decode(engine, n, arguments.prompt, 8, seed=1)
         times = [decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0] for i in range(arguments.rounds)]
         plain[n] = [round(statistics.median(found) * 1000, 4) for found in times]
     del engine
-    runner: Any = model.engine(levers, max(sizes), max_drafts).runner
+    runner: Any = model.engine(levers, max(sizes), max_drafts=max_drafts).runner
     rng, rows = random.Random(1), list[dict[str, Any]]()
     for n in sizes:
         prompts, answers = (

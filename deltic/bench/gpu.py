@@ -18,9 +18,10 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -30,31 +31,31 @@ from rich.table import Table
 from deltic.bench.provenance import checked, code, machine, now, runs_directory
 from deltic.bench.sweep import numbers
 from deltic.commands.plan import decode_bytes
-from deltic.config import ConfigError, EngineConfig, without_foreign
+from deltic.config import ConfigError, EngineConfig, changed
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, HeldAdapter
 from deltic.engine.step import Sequence as Row
 from deltic.json_types import JsonObject
-from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.shard import Cuts, cut
-from deltic.models.qwen.weights import Weights, stored_shape
+from deltic.models.qwen.shard import Cuts
+from deltic.models.qwen.weights import Weights
 from deltic.models.stored import InFormat
-from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom
+from deltic.runtime.build import settle_text
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.record import Recording
 from deltic.runtime.gpu.text import GpuTextRunner
-from deltic.runtime.model import TextModel, resolve_kv_cache
+from deltic.runtime.model import TextModel
 from deltic.runtime.plan import make_plan
 
 
@@ -68,63 +69,53 @@ class GpuModel:
     run: TextModel
     device: gpu.Gpu
     weights: list[list[Weights]]
+    formats: Mapping[str, WeightFormat] | None
+    """Formats of random weights."""
 
     @classmethod
-    def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> GpuModel:
-        """Loads what the settings name.
+    def load(cls, config: EngineConfig, format: str | None = None) -> GpuModel:
+        """Loads what the settings name, with the draft head if they have drafts, and without a vision tower.
 
-        format: of a dummy's projections. drafts: with the draft head, if there is one. Raises ConfigError for
-        a format that there is not, and for one beside --quantize, which would round the rest.
+        format: of a dummy's projections. Raises ConfigError for a format that there is not, and for one
+        beside --quantize, which would round the rest.
         """
         if format is not None and (not config.dummy or config.quantize or format not in WEIGHT_FORMATS):
             raise ConfigError(
                 f"--format {format}: with --dummy, without --quantize, and one of {', '.join(WEIGHT_FORMATS)}"
             )
-        config = without_foreign(config, "cuda", "text")
-        directory, shape = locate(config)
-        if format is not None:
-            shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
+        formats = None if format is None else InFormat(WEIGHT_FORMATS[format])
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
-        if drafts and device.n_cuts > 1:
-            raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
         device.find_reach()
-        shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
-        shape = replace(shape, kv_cache_dtype=resolve_kv_cache(config, directory, "cuda")[0])
-        n_real = n_real_ids(config, directory, shape)
-        shape, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
-        run = TextModel(config=config, directory=directory, shape=shape, n_real=n_real, cuts=cuts, n_gpus=device.n_gpus)
+        run = settle_text(config, device, formats)
+        if run.shape.has_draft_head and device.n_cuts > 1:
+            raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
 
         def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
             return run.load(store, lambda stage, done: None, part)[0]
 
-        return cls(run, device, device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]])
+        weights = device.parts(run.cuts, load) if run.cuts else [[load(DeviceStore("cuda"), None)]]
+        return cls(run, device, weights, formats)
 
-    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom = NO_ADAPTERS) -> Engine:
+    def engine(self, levers: Levers, n_rows: int, adapters: AdapterRoom = NO_ADAPTERS, **settings: Any) -> Engine:
         """Makes an engine for up to n_rows sequences, without a prefix cache: prompts come again. The one
         before must be gone.
 
-        max_drafts: most tokens of a draft; with drafts the head is run, if it was loaded. adapters: room for
-        some.
+        adapters: room for some. settings: those that are not the model's, such as drafts that are off.
         """
         gc.collect()
         torch.cuda.empty_cache()
         config = replace(
-            self.run.config,
-            max_num_seqs=max(n_rows, 8),
-            prefix_cache=False,
-            allow_cache_transfer=False,
-            max_drafts=max_drafts,
+            self.run.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, allow_cache_transfer=False, **settings
         )
-        shape = replace(self.run.shape, has_draft_head=self.run.shape.has_draft_head and max_drafts > 0)
+        model = replace(settle_text(config, self.device, self.formats), tower=None, adapters=adapters)
         held = (
             sum(part.n_bytes for part in of_gpu) - (len(of_gpu) - 1) * of_gpu[0].embed.n_bytes
             for of_gpu in self.weights
         )
         free = self.device.free_bytes() + max(held)
-        model = replace(self.run, config=config, shape=shape, adapters=adapters)
         levers = replace(levers, peer=levers.peer and self.device.levers.peer)
         kind = gpu.TextOnGpu(levers)
-        kind.check(shape)
+        kind.check(model.shape)
         plan = make_plan(kind, model, free)
         with levers.bound():
             begin_compiling(plan, collect).wait(lambda stage, done: None)
@@ -344,7 +335,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         gpus=n_gpus,
         cuts=n_cuts,
         levers=dataclasses.asdict(runner_of(engine).levers),
-        state_dtype=config.state_dtype,
+        settings=changed(config),
         prompt=arguments.prompt,
         output=arguments.output,
         rounds=arguments.rounds,
@@ -358,10 +349,9 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def shape_name(arguments: argparse.Namespace, config: EngineConfig) -> str:
-    """Names the shape, the format of its weights, and that of its states where it is not the default."""
+    """Names the shape, and the format of its weights."""
     format = arguments.format or config.quantize
-    states = "" if config.state_dtype == "float32" else f"-{config.state_dtype}-states"
-    return (config.dummy or config.model) + (f"-{format}" if format else "") + states
+    return (config.dummy or config.model) + (f"-{format}" if format else "")
 
 
 def write_result(bench: str, shape: str, device: str, out: str | Path | None, **result: object) -> None:
@@ -369,7 +359,7 @@ def write_result(bench: str, shape: str, device: str, out: str | Path | None, **
     path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
     made: JsonObject = {"bench": bench, "date": now().isoformat(timespec="seconds"), "shape": shape, "device": device}
     made |= {"torch": torch.__version__, "machine": machine(), "code": code()}
-    path.write_text(json.dumps(made | result, indent=1) + "\n")
+    path.write_text(json.dumps(made | result, indent=1, default=str) + "\n")
     print(path)
 
 

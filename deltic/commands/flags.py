@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from deltic.config import Config, EngineConfig, ModelConfig, ServerConfig
+from deltic.config import MEASURED, Config, EngineConfig, ModelConfig, ServerConfig
 from deltic.json_types import JsonObject
 
 MODEL_HELP = (
@@ -187,8 +187,7 @@ def add_gpu_model(sub: argparse.ArgumentParser, *more: str) -> None:
     text = "of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4"
     add("--format", metavar="NAME", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
-    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "kv_cache_dtype")
-    add_some(sub, *names, "state_dtype", "tensor_parallel", "tp_invariant", "seed", *more)
+    add_some(sub, *MEASURED, *more)
 
 
 def none(sub: argparse.ArgumentParser) -> None:

@@ -208,7 +208,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     for name, (n_bytes, what) in rows.items():
         left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
         left_out |= set() if plan.adapters.n else {"adapters"}
-        left_out |= set() if plan.max_picture_tokens else {"vision tower", "pictures"}
+        left_out |= set() if plan.tower else {"vision tower", "pictures"}
         if name not in left_out:
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table

@@ -28,6 +28,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 from deltic.engine.guides import Guide, Guides
+from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -332,6 +333,12 @@ class Drafting:
         self._n_tried, self._n_pauses, self._paused_until, self._n_right = 0, 0, 0, 0
         self._seen: set[tuple[int, bool]] = set()
         """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
+
+    @classmethod
+    def of(cls, info: EngineInfo, guides: Guides | None) -> Drafting | None:
+        """Makes that of an engine; None: it has no drafts."""
+        runs_ahead = info.n_lookahead > 0
+        return cls(info.max_drafts, info.has_draft_head, guides, runs_ahead) if info.max_drafts else None
 
     def plan(self, step: Step) -> None:
         """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether

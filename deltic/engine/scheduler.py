@@ -115,8 +115,7 @@ class Scheduler:
         self.max_logit_rows = max_logit_rows
         self.eos_token_ids = frozenset(info.eos_token_ids)
         self.cost = StepCost(max_itl_ms / 1000) if max_itl_ms is not None else None
-        runs_ahead = info.n_lookahead > 0
-        self.drafting = Drafting(info.max_drafts, info.has_draft_head, guides, runs_ahead) if info.max_drafts else None
+        self.drafting = Drafting.of(info, guides)
         self.is_blocked = False
         """True if no open sequence can run until a text or a request comes, or one ends.
 

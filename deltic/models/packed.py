@@ -310,9 +310,9 @@ def _touch(data: Array, n_threads: int) -> None:
     data[n_blocks << 20 :: _PAGE].sum()
 
 
-def cache_file(config: EngineConfig, directory: Path) -> Path:
+def cache_file(config: EngineConfig, directory: Path, has_draft_head: bool = False) -> Path:
     """Names the file in which the cache keeps the packed weights of this checkpoint. The name changes when a
-    file of the checkpoint does.
+    file of the checkpoint does. has_draft_head: whether they include one.
     """
     assert config.weights_cache is not None
     if config.dummy is not None:
@@ -324,7 +324,7 @@ def cache_file(config: EngineConfig, directory: Path) -> Path:
             files = sorted(checkpoint_files(directory))
             files += [*sorted(directory.glob("*.index.json")), directory / "config.json"]
         what = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(json.dumps([VERSION, config.rounded, bool(config.max_drafts), what]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([VERSION, config.rounded, has_draft_head, what]).encode()).hexdigest()[:16]
     kind = config.quantize or ("bf16" if config.quantize_rest is None else f"rest-{config.quantize_rest}")
     return config.weights_cache / f"{Path(model_name(config)).name}-{kind}-{key}.safetensors"
 
@@ -335,6 +335,7 @@ def through_cache(
     map_file: Callable[[Path], tuple[P, list[str]]],
     load: Callable[[], tuple[P, list[str]]],
     progress: Progress | None = None,
+    has_draft_head: bool = False,
 ) -> tuple[P, list[str]]:
     """Returns what a packed model holds, or the cache has of an earlier start, or `load` gives, with notices.
 
@@ -345,7 +346,7 @@ def through_cache(
         return map_file(directory / PACKED)
     if config.weights_cache is None:
         return load()
-    cached, cache_notices = cache_file(config, directory), list[str]()
+    cached, cache_notices = cache_file(config, directory, has_draft_head), list[str]()
     try:
         # One that cannot be made is told below, as one that cannot be written.
         with contextlib.suppress(OSError):

@@ -39,6 +39,7 @@ from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
+    from deltic.ops.formats import WeightFormat
     from deltic.runtime.gpu.compile import Kernels
     from deltic.runtime.gpu.device import Gpu
 
@@ -112,7 +113,7 @@ def settle(config: EngineConfig, device: Cpu | Gpu) -> TextModel | SpeechModel:
     """Decides what the settings leave open. Raises ValueError subclasses: a bad checkpoint, a setting that
     this model or device does not honour.
     """
-    return _settle_speech(config, device) if speaks(config) else _settle_text(config, device)
+    return _settle_speech(config, device) if speaks(config) else settle_text(config, device)
 
 
 def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
@@ -124,7 +125,10 @@ def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
     return SpeechModel(config=config, directory=directory, shape=shape, n_real=shape.n_drawn)
 
 
-def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
+def settle_text(
+    config: EngineConfig, device: Cpu | Gpu, formats: Mapping[str, WeightFormat] | None = None
+) -> TextModel:
+    """Does what `settle` does for a language model. formats: of the matrices of random weights."""
     config = without_foreign(config, device.name, "text")
     directory, shape = locate(config)
     embedder = embedder_in(directory) if config.dummy is None else None
@@ -139,6 +143,8 @@ def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and max_drafts > 0)
     if config.dummy is None:
         shape = stored_shape(directory, shape, bool(max_drafts))
+    elif formats is not None:
+        shape = replace(shape, formats=formats)
     quantize, rest = resolve_quantize(config, directory, shape.formats)
     config = replace(
         config, quantize=quantize, quantize_rest=rest, max_drafts=max_drafts, kv_cache_dtype=kv_cache_dtype
@@ -325,7 +331,7 @@ def _open_tiers(runner: TextRunner, model: TextModel, kernels: Path | str, plan:
     """Starts the tiers of a language model's prefix cache; gives their notices."""
     config = model.config
     if config.prefix_cache and config.cache_dir is not None:
-        content = fingerprint(config, model.directory, kernels, of_stage(start.progress, "cache"))
+        content = fingerprint(config, model.shape, model.directory, kernels, of_stage(start.progress, "cache"))
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), content)
     elif plan.n_host_units:
         runner.open_tiers(None, 0, "")

@@ -3,10 +3,11 @@
 Data computed under another fingerprint is of no use.
 
 That is the content of the checkpoint with its formats (or which random weights), what is rounded of it, the
-compiled kernels, and the Python code that lays out the memory and records the steps, with the versions of the
-libraries it calculates with. The processor is in it through the kernels that were chosen for it. In doubt a
-thing is included: one too many costs an empty cache, one too few gives wrong answers. Hashing a large
-checkpoint takes seconds, so each file's hash is remembered, by size and time of change.
+shape that follows from it and the settings, the compiled kernels, and the Python code that lays out the
+memory and records the steps, with the versions of the libraries it calculates with. The processor is in it
+through the kernels that were chosen for it. In doubt a thing is included: one too many costs an empty cache,
+one too few gives wrong answers. Hashing a large checkpoint takes seconds, so each file's hash is remembered,
+by size and time of change.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ _CODE = ("engine", "models", "ops", "runtime")
 Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
 
-def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None) -> str:
-    """32 hex digits. config.rounded and kv_cache_dtype: resolved. directory: the checkpoint's, or one
-    safetensors or GGUF file. kernels: the library in use; or, of kernels that are sources here, a text with
-    everything else that they depend on.
+def fingerprint(
+    config: EngineConfig, shape: object, directory: Path, kernels: Path | str, on_progress: Progress | None = None
+) -> str:
+    """32 hex digits. config.rounded: resolved. shape: what settings made of the model's, by its repr.
+    directory: the checkpoint's, or one safetensors or GGUF file. kernels: the library in use; or, of kernels
+    that are sources here, a text with everything else that they depend on.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -61,12 +64,10 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
     content = {
         "weights": weights or [config.dummy, config.seed],
         "quantize": config.rounded,
-        "rope scaling": config.rope_scaling,
-        "draft head": bool(config.max_drafts),  # pages hold its keys and values
+        "shape": repr(shape),  # formats of pages and states, a draft head's pages, positions
         "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
-        "memory": [config.kv_cache_dtype, config.state_dtype],
     }
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 

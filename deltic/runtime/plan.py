@@ -118,9 +118,25 @@ class Plan(Generic[S]):
         return max(self.max_step_tokens, self.max_num_seqs + PAGE_SIZE)
 
     @property
+    def n_sequence_rows(self) -> int:
+        """Rows of one sequence in a decode, at most: its last token, and a draft."""
+        return 1 + self.max_drafts
+
+    @property
+    def n_draft_rows(self) -> int:
+        """Rows of drafts in a decode, at most. 0: there are no drafts."""
+        return min(PAGE_SIZE, self.max_num_seqs * self.max_drafts)
+
+    @property
     def n_decode_rows(self) -> int:
         """Rows of a decode on a GPU, at most: one of each sequence, and those of drafts."""
-        return self.max_num_seqs + min(PAGE_SIZE, self.max_num_seqs * self.max_drafts)
+        return self.max_num_seqs + self.n_draft_rows
+
+    @property
+    def step_sizes(self) -> tuple[object, ...]:
+        """Everything that decides which kernels the steps start."""
+        sizes = self.shape, self.quantize, self.n_real, self.max_model_len, self.max_num_seqs, self.max_step_tokens
+        return *sizes, self.max_drafts, self.tower, self.max_picture_tokens, self.n_gpus, self.n_shards, self.adapters
 
     @property
     def n_rows(self) -> int:
@@ -142,14 +158,19 @@ class Plan(Generic[S]):
         """Rows of angles that a step on a CPU makes for tokens of pictures: its own, and those of the draft
         head's rows behind it.
         """
-        return 2 * self.n_batch_tokens if self.max_picture_tokens else 0
+        return 2 * self.n_batch_tokens if self.tower else 0
+
+    @property
+    def n_picture_pages(self) -> int:
+        """Pages of the tokens of the largest picture."""
+        return pages_for(self.max_picture_tokens)
 
     @property
     def n_picture_blocks(self) -> int:
         """Blocks of PAGE_SIZE rows that hold what the tower made of pictures: of four of the largest, or of
         as many small ones as begin in a page and two of the largest.
         """
-        return 4 * pages_for(self.max_picture_tokens) + PAGE_SIZE if self.max_picture_tokens else 0
+        return 4 * self.n_picture_pages + PAGE_SIZE if self.tower else 0
 
     @property
     def pixel_bytes(self) -> int:
@@ -157,12 +178,12 @@ class Plan(Generic[S]):
         sequence starts over: as many as four prompts, or one in eight of the sequences, could have.
         """
         longest = max(self.max_model_len, self.max_picture_tokens)
-        return max(4, self.max_num_seqs // 8) * longest * TOKEN_BYTES if self.max_picture_tokens else 0
+        return max(4, self.max_num_seqs // 8) * longest * TOKEN_BYTES if self.tower else 0
 
     @property
     def decoders_bytes(self) -> int:
         """Host memory beside the plan for what decodes pictures."""
-        return DECODERS_BYTES if self.max_picture_tokens else 0
+        return DECODERS_BYTES if self.tower else 0
 
     @property
     def max_logit_rows(self) -> int:
@@ -399,6 +420,7 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
             f"--max-num-seqs {config.max_num_seqs}: a GPU runs {most} at once at most; give {most} or less"
         )
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
+    tower = model.tower if kind.picture_tokens(config) else None
     n_shards, weight_bytes = max(1, len(model.cuts) // model.n_gpus), kind.weight_bytes(shape, config.rounded)
     if n_shards > 1:
         weight_bytes += (n_shards - 1) * (weight_bytes - kind.embedding_bytes(shape, config.rounded))
@@ -407,9 +429,9 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         quantize=config.rounded,
         weight_bytes=weight_bytes,
         vocoder_bytes=kind.vocoder_bytes(shape),
-        tower=model.tower,
-        tower_bytes=0 if model.tower is None else empty_vision(model.tower, kind.counted).n_bytes,
-        max_picture_tokens=0 if model.tower is None else kind.picture_tokens(config),
+        tower=tower,
+        tower_bytes=0 if tower is None else empty_vision(tower, kind.counted).n_bytes,
+        max_picture_tokens=0 if tower is None else kind.picture_tokens(config),
         n_real=model.n_real,
         max_model_len=length,
         max_num_seqs=config.max_num_seqs or kind.num_seqs,

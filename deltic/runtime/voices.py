@@ -173,7 +173,7 @@ def open_voices(config: EngineConfig, checkpoint: Path, width: int, parts: Voice
     def model() -> str:
         remembering = replace(config, cache_dir=config.cache_dir or directory)
         both = (checkpoint, checkpoint / "speech_tokenizer")
-        names = "".join(fingerprint(remembering, part, kernels) for part in both)
+        names = "".join(fingerprint(remembering, width, part, kernels) for part in both)
         return blake2b(names.encode(), digest_size=16).hexdigest()
 
     return Voices(encoder, parts, directory, model)

@@ -13,13 +13,10 @@ from deltic.models.checkpoint import ALL_FILES
 from deltic.models.gguf import is_gguf, open_gguf, tower_beside
 from deltic.models.hub import digest, published_hash
 from deltic.models.loading import COUNTED, INDEX, Declaration, Planned, open_tensors, read_headers
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.shape import HOW_IT_RUNS, PUBLISHED, ModelShape
 from deltic.models.qwen.weights import check_weights, declare_weights, unused_parts
 from deltic.models.stored import StoredTensor, formats_of
 from deltic.verify.page import Check, Tell
-
-_OWN = {"formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype", "head_rows", "most_drafted"}
-"""Fields of a shape that say how a model is stored or run, not what it is."""
 
 _SIZES = ("family", "layer_types", "hidden_size", "vocab_size", "n_experts", "intermediate_size", "n_q_heads")
 """Fields that say which of the published models one is."""
@@ -133,6 +130,6 @@ def check_configuration(files: Files, other: Files | None, check: Check) -> None
 
 
 def _differing(shape: ModelShape, known: ModelShape) -> dict[str, tuple[object, object]]:
-    names = [each.name for each in dataclasses.fields(ModelShape) if each.name not in _OWN]
+    names = [each.name for each in dataclasses.fields(ModelShape) if each.name not in HOW_IT_RUNS]
     pairs = {name: (getattr(shape, name), getattr(known, name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -134,7 +134,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
         return SimpleNamespace(runner=runner)
 
     monkeypatch.setattr(drafts, "need_gpu", lambda: None)
-    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_, drafts: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(drafts, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
     rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head
     monkeypatch.setattr(drafts, "accept_rows", lambda *_: rows)
@@ -214,12 +214,12 @@ def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ablate, "n_launches", lambda runner, n: 454)
     made: list[Levers] = []
 
-    def engine(levers: Levers, n: int, n_drafts: int) -> SimpleNamespace:
+    def engine(levers: Levers, n: int, max_drafts: int) -> SimpleNamespace:
         made.append(levers)
         return SimpleNamespace(runner=runner)
 
     monkeypatch.setattr(ablate, "need_gpu", lambda: None)
-    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, drafts: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(ablate, "decode", lambda engine, n, *_, seed: ([0.01] * n, [[n, made[-1].split_k]]))
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     arguments = argparse.Namespace(n="1,8", output=8, out=str(tmp_path / "2026-01-01-h200"))

@@ -92,11 +92,10 @@ def test_the_plan_and_the_engine_say_it() -> None:
     text = " ".join(report(config).replace("│", " ").split())
     assert "keys and values in k8v4" in text
     model, plan = settled(config, Cpu(), Cpu().free_bytes())
-    resolved, directory = model.config, model.directory
-    assert resolved.kv_cache_dtype == plan.shape.kv_cache_dtype == "k8v4"
+    assert model.config.kv_cache_dtype == plan.shape.kv_cache_dtype == "k8v4"
     assert plan.page_bytes == plan.shape.n_kv_layers * KV_FORMATS["k8v4"].layer_bytes(DENSE.n_kv_heads, DENSE.head_dim)
     prints = [
-        fingerprint(dataclasses.replace(resolved, kv_cache_dtype=name), directory, "kernels")
+        fingerprint(model.config, dataclasses.replace(model.shape, kv_cache_dtype=name), model.directory, "kernels")
         for name in ("bf16", "int8", "k8v4")
     ]
     assert len(set(prints)) == 3

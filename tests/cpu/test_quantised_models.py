@@ -413,13 +413,13 @@ def test_the_weights_cache_maps_what_was_loaded(name: str, tmp_path: Path, monke
     # A file of the set that changes is another model, of another cache and another fingerprint.
     config = config_of(path, weights_cache=cache)
     files = sorted(path.parent.glob("*.gguf")) if path.is_file() else sorted(path.glob("*.safetensors"))
-    names, prints = {cache_file(config, path)}, {fingerprint(config, path, "kernels")}
+    names, prints = {cache_file(config, path)}, {fingerprint(config, "", path, "kernels")}
     for changed in files:
         data = changed.read_bytes()
         changed.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         names.add(cache_file(config, path))
-        prints.add(fingerprint(config, path, "kernels"))
-    prints.add(fingerprint(replace(config, quantize_rest="int8"), path, "kernels"))
+        prints.add(fingerprint(config, "", path, "kernels"))
+    prints.add(fingerprint(replace(config, quantize_rest="int8"), "", path, "kernels"))
     assert len(names) == 1 + len(files) and len(prints) == 2 + len(files)
 
 

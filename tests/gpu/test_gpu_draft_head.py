@@ -212,7 +212,7 @@ def test_its_own_guesses_change_no_answer(kind: str) -> None:
 
 def table(n: int, device: str) -> tuple[Rows, GuessRows]:
     parts = [torch.zeros(n, dtype=torch.int32, device=device) for _ in range(9)]
-    g = guess_rows(*parts[7:], 3, lambda _, size, dtype: torch.full(size, 99, dtype=dtype, device=device))
+    g = guess_rows(*parts[7:], 4, lambda _, size, dtype: torch.full(size, 99, dtype=dtype, device=device))
     return Rows(*parts[:3], drafts=Drafts(*parts[3:7])), g
 
 

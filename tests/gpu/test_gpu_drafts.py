@@ -220,7 +220,7 @@ def test_what_is_planned_and_refused() -> None:
     assert made == dict.fromkeys(of_head, sizes)
     n = found.plan.max_num_seqs
     assert found.plan.n_decode_rows == n + min(64, n * MAX_DRAFTS) == sizes[-1]
-    n_bytes = n * shape.n_gdn_layers * window_rows(MAX_DRAFTS) * shape.conv_channels * 2
+    n_bytes = n * shape.n_gdn_layers * window_rows(1 + MAX_DRAFTS) * shape.conv_channels * 2
     assert found.plan.workspace["window columns"] == n_bytes
     with pytest.raises(ConfigError, match=r"--max-drafts 4 is for a text model"):
         without_foreign(EngineConfig(max_drafts=4), "cuda", "speech")

@@ -354,7 +354,7 @@ def drafting(
 ) -> Drafting:
     state_slots = [(3 * s + 2) % (len(positions) + 1) for s in range(len(positions))]
     case = make(heads, state_slots, positions, splits=splits, device=device, n_slots=len(positions) + 1, dtype=dtype)
-    g, n, w = torch.Generator().manual_seed(4), len(positions), window_rows(MAX_DRAFTS)
+    g, n, w = torch.Generator().manual_seed(4), len(positions), window_rows(1 + MAX_DRAFTS)
     truth = torch.randn(splits, n, n_tokens + MAX_DRAFTS, case.proj.shape[2], generator=g).to(device)
     columns = torch.full((n, N_LAYERS, w, heads.channels), torch.nan, dtype=torch.bfloat16, device=device)
     gates = torch.full((n, N_LAYERS, w, 2 * heads.n_v), torch.nan, device=device)

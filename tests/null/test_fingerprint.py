@@ -14,10 +14,13 @@ import pytest
 
 from deltic.config import EngineConfig
 from deltic.models.fields import CheckpointError
+from deltic.models.qwen.shape import PUBLISHED
 from deltic.runtime import fingerprint as fingerprint_module
 from deltic.runtime.fingerprint import MEMORY, fingerprint
 from tests.null.test_layout import FILES, import_graph, module_name, reachable
 
+SHAPE = PUBLISHED["qwen3.5-0.8b"]
+OF_SHAPES = ({"state_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"has_draft_head": True})
 OLD = 1_600_000_000_000_000_000  # a time of change long ago, in ns
 
 
@@ -45,8 +48,8 @@ class Model:
         file.write_bytes(content)
         os.utime(file, ns=(changed_ns, changed_ns))
 
-    def name(self, **changes: object) -> str:
-        return fingerprint(replace(self.config, **changes), self.directory, self.kernels)
+    def name(self, shape: object = SHAPE, **changes: object) -> str:
+        return fingerprint(replace(self.config, **changes), shape, self.directory, self.kernels)
 
 
 @pytest.fixture
@@ -72,8 +75,11 @@ def test_everything_that_decides_the_bits_is_in_it(model: Model) -> None:
         model.write(file, b"changed")
         names.add(model.name())
         file.unlink() if before is None else model.write(file, before)
-    names |= {model.name(quantize="int8"), model.name(quantize="int4"), model.name(state_dtype="bfloat16")}
-    assert len(names) == 1 + 8 + 1 + 3 + 3 and model.name() == first
+    names |= {model.name(quantize="int8"), model.name(quantize="int4")}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    shapes = [replace(SHAPE, **each) for each in OF_SHAPES] + [SHAPE.scaled(yarn)]
+    names |= {model.name(shape) for shape in shapes}
+    assert len(names) == 1 + 8 + 1 + 3 + 2 + len(shapes) and model.name() == first
 
 
 def test_contents_that_are_exchanged_or_shifted_are_others(model: Model) -> None:
@@ -134,7 +140,7 @@ def test_folders_are_hashed_at_any_depth(model: Model, monkeypatch: pytest.Monke
 def test_random_weights(model: Model) -> None:
     config = replace(model.config, model=EngineConfig.model, dummy="qwen3.5-0.8b")
     names = {
-        fingerprint(replace(config, **changes), model.directory, model.kernels)
+        fingerprint(replace(config, **changes), SHAPE, model.directory, model.kernels)
         for changes in ({}, {"seed": 1}, {"dummy": "qwen3.5-4b"}, {"quantize": "int8"})
     }
     assert len(names) == 4
@@ -143,7 +149,7 @@ def test_random_weights(model: Model) -> None:
 
 def test_large_files_are_hashed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[tuple[int, int]] = []
-    first = fingerprint(model.config, model.directory, model.kernels, lambda *p: progress.append(p))
+    first = fingerprint(model.config, SHAPE, model.directory, model.kernels, lambda *p: progress.append(p))
     assert progress == [(1000, 3499), (2000, 3499), (2500, 3499), (3499, 3499)]
     assert model.memory.parent.stat().st_mode & 0o777 == 0o700
     hashed: list[Path] = []
@@ -184,7 +190,7 @@ def test_a_memory_that_cannot_be_written_costs_the_hash(model: Model) -> None:
 
 
 def test_one_file_and_a_file_that_is_missing(model: Model) -> None:
-    alone = fingerprint(model.config, model.files[0], model.kernels)
+    alone = fingerprint(model.config, SHAPE, model.files[0], model.kernels)
     assert alone != model.name()
     model.kernels.unlink()
     with pytest.raises(CheckpointError, match=r"cpu\.so"):

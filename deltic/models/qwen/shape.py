@@ -364,6 +364,12 @@ class ModelShape:
         return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
 
 
+HOW_IT_RUNS = frozenset(
+    ("formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype", "head_rows", "most_drafted")
+)
+"""Fields of a shape that say how a model is stored or run, not what it is."""
+
+
 def _family(config: Mapping[str, object]) -> str:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list | tuple):

@@ -140,8 +140,8 @@ class StateSlots:
     windows: Windows | None = None
 
 
-def window_rows(max_drafts: int) -> int:
-    """W of windows for drafts of so many tokens. While one program still reads what a step redoes, and the
-    three inputs in front of that, another may write what it runs.
+def window_rows(most: int) -> int:
+    """W of windows for decodes of up to so many rows of a sequence. While one program still reads what a step
+    redoes, and the three inputs in front of that, another may write what it runs.
     """
-    return 2 * (1 + max_drafts) + 3
+    return 2 * most + 3

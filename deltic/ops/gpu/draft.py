@@ -51,15 +51,16 @@ class GuessRows:
         return replace(self, **{name: getattr(self, name)[:n] for name in names}, draws=draws)
 
 
-def guess_rows(known: Tensor, room: Tensor, max_drafts: int, allocate: Allocate) -> GuessRows:
-    """Allocates guesses for as many rows as `known` and `room` have, up to max_drafts a row. allocate(name,
-    size, dtype) gives zeroed tensors. The caller writes 0, 1, ... to `draws.row`.
+def guess_rows(known: Tensor, room: Tensor, most: int, allocate: Allocate) -> GuessRows:
+    """Allocates guesses for as many rows as `known` and `room` have. most: rows of a sequence in a decode, of
+    which all but one may be guessed. allocate(name, size, dtype) gives zeroed tensors. The caller writes 0,
+    1, ... to `draws.row`.
     """
     n, i32 = len(known), torch.int32
-    check("guess", max_drafts < MOST_DRAFTS, f"fewer than {MOST_DRAFTS} drafts, found {max_drafts}")
+    check("guess", most <= MOST_DRAFTS, f"fewer than {MOST_DRAFTS} drafts, found {most - 1}")
     parts = {name: allocate(f"head {name}", (n,), i32) for name in ("token", "kept", "last", "position")}
     draws = Draws(*(allocate(f"guess {name}", (n,), i32) for name in ("row", "batch_slot", "position")))
-    return GuessRows(known, room, **parts, draws=draws, tokens=allocate("guesses", (1 + max_drafts, n), i32))
+    return GuessRows(known, room, **parts, draws=draws, tokens=allocate("guesses", (most, n), i32))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_all"])

@@ -527,7 +527,7 @@ def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: in
 
     expect(columns.dtype == torch.bfloat16 and gates.dtype == torch.float32, "bfloat16 columns, float32 gates")
     n_batch_slots, n_window, n_channels = columns.shape
-    expect(n_channels == heads.channels and n_window >= window_rows(1), f"windows [batch_slots, W, {heads.channels}]")
+    expect(n_channels == heads.channels and n_window >= window_rows(2), f"windows [batch_slots, W, {heads.channels}]")
     expect(gates.shape == (n_batch_slots, n_window, 2 * heads.n_v), f"gates of windows [batch_slots, W, {2 * heads.n_v}]")
     expect(columns[0].is_contiguous() and gates[0].is_contiguous(), "contiguous windows")
     expect(drafts.length.shape == drafts.n_redo.shape == (n_rows,), f"lengths and n_redo [{n_rows}]")

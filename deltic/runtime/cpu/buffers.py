@@ -104,7 +104,7 @@ class Workspace:
 def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
     """The step's buffers; used to count them as well as to have them."""
     shape = plan.shape
-    windows = plan.max_num_seqs if plan.max_drafts else 1, shape.n_gdn_layers, 1 + plan.max_drafts
+    windows = plan.max_num_seqs if plan.n_draft_rows else 1, shape.n_gdn_layers, plan.n_sequence_rows
     vision = rows = None
     if plan.tower is not None:
         n_patches = plan.max_picture_tokens * TOKEN
@@ -132,7 +132,7 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
             DrawnIds(plan.shape.vocab_size, plan.n_real, plan.shape.eos_token_ids),
             plan.n_threads,
             allocate,
-            n_drafts=PAGE_SIZE if plan.max_drafts else 0,
+            n_drafts=PAGE_SIZE if plan.n_draft_rows else 0,
         ),
         allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, allocate),
         DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, allocate)

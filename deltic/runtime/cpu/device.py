@@ -79,7 +79,7 @@ class TextOnCpu(TextKind):
     def measure(self, plan: TextPlan) -> dict[str, int]:
         sizes = counted(partial(build_workspace, plan))
         n_angles = plan.max_model_len + plan.n_made_angles
-        if plan.max_picture_tokens:
+        if plan.tower is not None:
             sizes["vision pixels that wait"] = plan.pixel_bytes
         return {**sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
 
@@ -184,9 +184,9 @@ class Cpu:
         def map_file(file: Path) -> tuple[Weights, list[str]]:
             return map_packed(file, plan.shape, plan.n_threads, of_stage(progress, "weights"))
 
-        load = partial(model.load, self.store(plan), progress)
+        load, writing = partial(model.load, self.store(plan), progress), of_stage(progress, "weights cache")
         weights, notices = through_cache(
-            model.config, model.directory, map_file, load, of_stage(progress, "weights cache")
+            model.config, model.directory, map_file, load, writing, plan.shape.has_draft_head
         )
         return [[weights]], notices
 

@@ -143,12 +143,9 @@ def _shared(
     alternatives of a token; more: as `batch_table` takes it.
     """
     n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
-    n_drafts = n - plan.max_num_seqs
-    has_head = not plan.speaks and plan.shape.has_draft_head
-    has_pictures = plan.max_picture_tokens > 0
-    table, offsets, views = batch_table(
-        plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head, has_pictures, plan.adapters.n > 0
-    )
+    has_head, has_pictures = not plan.speaks and plan.shape.has_draft_head, plan.tower is not None
+    sizes = plan.max_num_seqs, plan.max_model_len, allocate, more, plan.n_draft_rows
+    table, offsets, views = batch_table(*sizes, has_head, has_pictures, plan.adapters.n > 0)
     return {
         "table": table,
         "offsets": offsets,
@@ -170,7 +167,7 @@ def _shared(
 
 def n_patches(plan: TextPlan) -> int:
     """Patches of the largest picture, in whole pieces."""
-    return -(-plan.max_picture_tokens // PAGE_SIZE) * PIECE
+    return plan.n_picture_pages * PIECE
 
 
 def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
@@ -181,9 +178,9 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         codes.add(WEIGHT_FORMATS[plan.quantize].codes)
     shared, views = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate)
     drafts, windows = None, None
-    if plan.max_drafts:
+    if plan.n_draft_rows:
         drafts = Drafts(*(views[part] for part in ROWS[1:]))
-        size = plan.max_num_seqs, shape.n_gdn_layers, window_rows(plan.max_drafts)
+        size = plan.max_num_seqs, shape.n_gdn_layers, window_rows(plan.n_sequence_rows)
         windows = Windows(
             allocate("window columns", (*size, shape.conv_channels), torch.bfloat16),
             allocate("window gates", (*size, 2 * shape.gdn_n_v_heads), torch.float32),
@@ -191,7 +188,7 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     guesses = None
     if shape.has_draft_head:
         known, room = (views[part] for part in HEAD_ROWS)
-        guessed = guess_rows(known, room, plan.max_drafts, allocate)
+        guessed = guess_rows(known, room, plan.n_sequence_rows, allocate)
         head = head_buffers(shape, guessed, allocate)
         none, left = (allocate(name, (plan.max_num_seqs,), torch.int32) for name in ("no masks", "left of guesses"))
         drawn = shared["parameters"]
@@ -208,7 +205,7 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         rows = AdapterRows(*(views[part] for part in ADAPTER_ROWS))
         sizes = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
         adapters = adapter_buffers(shape, adapted.n, adapted.rank, adapted.n_bytes, *sizes, allocate)
-    own = decode_rows(plan.n_decode_rows, drafts, plan.max_picture_tokens > 0, allocate)
+    own = decode_rows(plan.n_decode_rows, drafts, plan.tower is not None, allocate)
     kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}
     decode = decode_buffers(shape, codes, own, plan.max_model_len, allocate, **kept)
     return GpuWorkspace(

@@ -55,11 +55,6 @@ LIMIT_S = 300.0
 """Seconds after which the workers are ended, and the rest is compiled by whoever needs it."""
 SOURCES = ("ops/gpu", "ops/geometry.py", "ops/formats.py", "ops/matrix.py", "models", "runtime", "engine")
 """Sources within the package that decide which kernels a step starts."""
-SIZES = (
-    *("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts"),
-    *("tower", "max_picture_tokens", "n_gpus", "n_shards", "adapters"),
-)
-"""Fields of a plan that decide which kernels a step starts."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,7 @@ def _marker(plan: Plan[Any]) -> Path:
     for name in SOURCES:
         for file in sorted((package / name).rglob("*.[cp][uy]")) if (package / name).is_dir() else [package / name]:
             digest.update(file.read_bytes())
-    sizes = [getattr(plan, name) for name in SIZES]
+    sizes = [*plan.step_sizes]
     if plan.tower is not None:  # what a shape does not say of itself
         sizes.append(sorted(f"{name} {format.name}" for name, format in plan.tower.formats.items()))
     machine = (triton.runtime.driver.active.get_current_target(), torch.cuda.get_device_name())

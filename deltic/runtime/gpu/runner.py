@@ -154,7 +154,7 @@ class GpuRunner:
             plan.n_pages,
             self.device,
             has_head,
-            plan.max_picture_tokens > 0,
+            plan.tower is not None,
             plan.adapters.n > 0,
         )
         self._results = results
@@ -261,7 +261,7 @@ class GpuRunner:
         variant: Variant = "decode"
         if self.plan.adapters.n and any(chunk.sequence.adapter_slot >= 0 for chunk in chunks):
             variant = "adapted decode"
-        elif self.plan.max_drafts and any(chunk.length > 1 or chunk.n_redo for chunk in chunks):
+        elif self.plan.n_draft_rows and any(chunk.length > 1 or chunk.n_redo for chunk in chunks):
             variant = "drafted decode"
         self.recordings.decode(n, max([chunk.start + chunk.length for chunk in chunks]), variant).run()
         return n

@@ -81,7 +81,7 @@ class TextBodies(Bodies):
     def add_decodes(self, recordings: Recordings, plan: Plan[Any]) -> None:
         if plan.adapters.n:
             recordings.add_decodes("adapted decode", plan.n_decode_rows, self._adapted)
-        if plan.max_drafts:
+        if plan.n_draft_rows:
             recordings.add_decodes("drafted decode", plan.n_decode_rows, self._drafted)
         super().add_decodes(recordings, plan)
         for n in reversed(recordings.row_sizes):
@@ -142,8 +142,9 @@ class GpuTextRunner(GpuRunner):
         w, joined = (gpu_workspace(plan, allocate), None) if exchange is None else exchange
         targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
         self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets)
-        n_drafts = n - plan.max_num_seqs
-        batch_slots = BatchSlots(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
+        batch_slots = BatchSlots(
+            w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, plan.n_draft_rows
+        )
         super().__init__(
             plan, w, batch_slots, [pages], [states, inputs], ResultBuffers(w.out, n), has_head=w.guesses is not None
         )
