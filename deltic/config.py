@@ -101,7 +101,8 @@ class EngineConfig:
     )
     weights_cache: Path | None = knob(
         None,
-        "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes leaves its old file there",
+        "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes "
+        "leaves its old file there",
         metavar="DIR",
         device="cpu",
     )
@@ -173,7 +174,8 @@ class EngineConfig:
     )
     tensor_parallel: int = knob(
         1,
-        "GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine; fastest where they reach each other's memory",
+        "GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine; fastest where they "
+        "reach each other's memory",
         metavar="N",
         device="cuda",
         kind="text",

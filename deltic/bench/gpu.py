@@ -325,7 +325,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
             f"prefill of {n_tokens}: {row['ms']:.2f} ms, {row['tok_s']:,} tok/s, {row['roof']:.0%} of the matrix rate"
         )
     print(
-        f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
+        f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, "
+        f"recorded in {record_s:.1f} s"
     )
     write_result(
         "gpu" if n_cuts == 1 else "gpu-parallel" if n_cuts == n_gpus else "gpu-invariant",

@@ -55,12 +55,11 @@ class Access:
                 return None
             account = self._check_key(request)
             if is_shared and not account.is_admin:
-                raise ApiError(
-                    403,
+                message = (
                     f"key {account.name!r} may not see or change what all keys share. Use a key without a name, or one whose "
-                    "table in --api-key-file has 'admin = true'.",
-                    code="not_an_admin",
+                    "table in --api-key-file has 'admin = true'."
                 )
+                raise ApiError(403, message, code="not_an_admin")
             return account
         self._check_host(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -68,11 +67,8 @@ class Access:
             if any_type:
                 self._check_origin(request)
                 return None
-            raise ApiError(
-                415,
-                f"the body is {kind or 'of no declared type'}. Send JSON with 'Content-Type: application/json'.",
-                code="unsupported_media_type",
-            )
+            message = f"the body is {kind or 'of no declared type'}. Send JSON with 'Content-Type: application/json'."
+            raise ApiError(415, message, code="unsupported_media_type")
         return None
 
     def check_socket(self, connection: HTTPConnection) -> Account | None:
@@ -86,34 +82,26 @@ class Access:
     def _check_host(self, request: HTTPConnection) -> None:
         host = _without_port(request.headers.get("host", ""))
         if self._is_local and host and not _is_harmless(host):
-            raise ApiError(
-                403,
+            message = (
                 f"the Host header names {host!r}, but this server is for this machine only. Use http://localhost or "
-                "http://127.0.0.1, or start it with --api-key.",
-                code="host_not_allowed",
+                "http://127.0.0.1, or start it with --api-key."
             )
+            raise ApiError(403, message, code="host_not_allowed")
 
     def _check_origin(self, request: HTTPConnection) -> None:
         origin = request.headers.get("origin")
         own = origin and origin.partition("://")[2] == request.headers.get("host")
         if origin and not own and origin not in self._origins and "*" not in self._origins:
-            raise ApiError(
-                403,
-                f"a page of {origin!r} may not send this. Start the server with --cors-origin or --api-key.",
-                code="origin_not_allowed",
-            )
+            message = f"a page of {origin!r} may not send this. Start the server with --cors-origin or --api-key."
+            raise ApiError(403, message, code="origin_not_allowed")
 
     def _check_key(self, request: HTTPConnection) -> Account:
         own = request.headers.get("x-api-key", "") or key_offered(request)  # Anthropic's header
         scheme, _, given = request.headers.get("authorization", f"Bearer {own}").partition(" ")
         account = self._accounts.find(given.strip().encode("latin-1"))  # the bytes as they were sent
         if account is None or scheme.lower() != "bearer":
-            raise ApiError(
-                401,
-                "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return account
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -35,8 +34,8 @@ from deltic.server.transport import EventStream, LargeResponse, unless_disconnec
 from deltic.text import SamplingDefaults, Tokenizer
 
 MAX_HELD = 1000
-"""Updates that wait for the prompt before them to be written, until those of a client that does not read are
-treated as any stream's.
+"""Lots of updates that wait for the prompt before them to be written, until those of a client that does not
+read are treated as any stream's.
 """
 
 
@@ -420,41 +419,29 @@ class EchoStream(AnswerStream):
         self._completion = reply
         self._echo = echo
         self._n = n
-        self._held = deque[answer.Update]()
-        """Updates that came and have not been written."""
         self._waiting = set(range(generation.n_choices))
-        """Choices whose prompt has not been."""
-        self._writing: asyncio.Task[None] | None = None
+        """Choices whose prompt has not been written."""
 
     async def run(self) -> None:
+        came: asyncio.Queue[list[answer.Update] | None] = asyncio.Queue()
+        generating = asyncio.create_task(self._generation.run(came.put_nowait))
+        generating.add_done_callback(lambda _: came.put_nowait(None))
         try:
-            await self._generation.run(self._hold)
-        except asyncio.CancelledError:
-            if self._writing is not None:
-                self._writing.cancel()
-            raise
+            while (updates := await came.get()) is not None:
+                for update in updates:
+                    if update.index in self._waiting and update.progress is None:
+                        self._waiting.remove(update.index)
+                        text, scores = self._echo.of(update.index // self._n, self._generation)
+                        for chunk in self._completion.prompt_chunks(update.index, text, scores):
+                            self.write(chunk)
+                            if came.qsize() < MAX_HELD:
+                                await self.drained()
+                    self._take([update])
+            await generating
         finally:
-            if self._writing is not None:
-                await self._writing
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)
         self.write_end()
-
-    def _hold(self, updates: list[answer.Update]) -> None:
-        self._held += updates
-        if self._writing is None:
-            self._writing = asyncio.create_task(self._write_held())
-
-    async def _write_held(self) -> None:
-        while self._held:
-            update = self._held.popleft()
-            if update.index in self._waiting and update.progress is None:
-                self._waiting.remove(update.index)
-                text, scores = self._echo.of(update.index // self._n, self._generation)
-                for chunk in self._completion.prompt_chunks(update.index, text, scores):
-                    self.write(chunk)
-                    if len(self._held) < MAX_HELD:
-                        await self.drained()
-            self._take([update])
-        self._writing = None
 
 
 async def collect(generation: Generation, reply: answer.ChatAnswer | answer.CompletionAnswer) -> list[answer.Message]:
