@@ -34,6 +34,10 @@ class Files:
     def is_gguf(self) -> bool:
         return is_gguf(self.path)
 
+    @property
+    def directory(self) -> Path:
+        return self.path.parent if self.is_gguf else self.path
+
     @cached_property
     def shape(self) -> ModelShape:
         """The shape, without formats. Raises CheckpointError, UnsupportedModelError."""
@@ -57,7 +61,10 @@ class Files:
         """Every file of the model, by its name."""
         if self.is_gguf:
             return sorted({*open_gguf(self.path).files, *filter(None, [tower_beside(self.path)])})
-        return sorted({file for pattern in ALL_FILES for file in self.path.glob(pattern)})
+        found = {file for pattern in ALL_FILES for file in self.path.rglob(pattern)}
+        return sorted(
+            file for file in found if not any(part.startswith(".") for part in file.relative_to(self.path).parts)
+        )
 
 
 def check_hashes(files: Files, check: Check, tell: Tell) -> None:
@@ -68,15 +75,17 @@ def check_hashes(files: Files, check: Check, tell: Tell) -> None:
         n_bytes, expected = file.stat().st_size, published_hash(file)
         is_big = expected is None or len(expected) == 64
 
-        def told(n: int, name: str = file.name, before: int = done) -> None:
+        name = str(file.relative_to(files.directory))
+
+        def told(n: int, name: str = name, before: int = done) -> None:
             tell(f"hashing {name}", (before + n) / total)
 
-        found[file.name] = hashed = digest(file, n_bytes, told, is_big=is_big)
+        found[name] = hashed = digest(file, n_bytes, told, is_big=is_big)
         done += n_bytes
         n_known += expected is not None
         if expected is not None and hashed != expected:
             check.wrong(
-                f"{file.name}: its {'SHA-256' if is_big else 'SHA-1 of git'} is {hashed}, and the hub said {expected}; the file "
+                f"{name}: its {'SHA-256' if is_big else 'SHA-1 of git'} is {hashed}, and the hub said {expected}; the file "
                 "changed on this disk: delete it and download it again"
             )
     check.figures = {"hashes": found}

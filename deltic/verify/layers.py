@@ -66,22 +66,24 @@ class Pieces(Program):
         self.pieces[-1].call(kernel, *arguments)
 
 
-def residuals(runner: Runner, ids: Sequence[int]) -> list[Array]:
-    """float32 [T, H] each: the residual stream behind the embedding, and behind each mixer and each
-    feed-forward.
+def residuals(runner: Any, ids: Sequence[int]) -> list[Array]:
+    """float32 [T, H] each: the residual stream behind the embedding, and behind each mixer and each feed-forward.
 
-    Writes to the runner's first pages and its first slots.
+    runner: of a language model, on one device. ids: at most a page of them. Writes to the runner's first pages
+    and its first slots.
     """
+    request, pages = Request(id="layers", prompt_ids=[*ids], params=SamplingParams()), [*range(pages_for(len(ids)))]
+    sequence = Running(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, state_slot=0, batch_slot=0)
+    step = Step(chunks=[Chunk(sequence, 0, len(ids))])
+    if not isinstance(runner, Runner):
+        runner.step(step)
+        return [*runner.residuals(len(ids))]
     layers, norm = runner.model.weights.layers, runner.model.weights.norm
-    pieces = Pieces(
-        runner.plan.n_threads, [norm, *(n for layer in layers for n in (layer.input_norm, layer.post_norm))]
-    )
+    norms = [norm, *(each for layer in layers for each in (layer.input_norm, layer.post_norm))]
+    pieces = Pieces(runner.plan.n_threads, norms)
     batch, activations = runner.workspace.batch, runner.workspace.activations
     runner.model.record(pieces, batch.inputs, runner.memory, activations)
-    request = Request(id="layers", prompt_ids=[*ids], params=SamplingParams())
-    pages = list(range(pages_for(len(ids))))
-    sequence = Running(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, state_slot=0, batch_slot=0)
-    batch.fill(Step(chunks=[Chunk(sequence, 0, len(ids))]))
+    batch.fill(step)
     found = []
     for piece in pieces.pieces[: 1 + 2 * len(layers)]:
         piece.run()

@@ -36,6 +36,7 @@ ROUNDING = {8: 0.05, 6: 0.06, 5: 0.08, 4: 0.2, 3: 0.32, 2: 0.6, 1: 0.9}
 tests/tiny_quantised.py and llama.cpp's quantiser leave.
 """
 
+PLAIN = ("BF16", "F16", "F32")
 PLAIN_ROUNDING = 2**-8
 """The same between two of bfloat16, float16 and float32."""
 
@@ -62,7 +63,7 @@ def check_numbers(files: Files, check: Check, tell: Tell) -> None:
     for name, tensor in files.tensors.items():
         tell("reading tensors", done / total)
         done += math.prod(tensor.shape)
-        if tensor.format is None and tensor.dtype not in ("BF16", "F16", "F32"):
+        if tensor.format is None and tensor.dtype not in PLAIN:
             continue  # of a part that is not run
         squares, n_rows, k = 0.0, _n_rows(tensor), tensor.shape[-1]
         step = max(1, BLOCK_WEIGHTS // k)
@@ -114,6 +115,8 @@ def rounding(format: WeightFormat | None) -> float:
 class Compared:
     """The error of one tensor, in parts of its length; of its worst run of GROUP columns, too."""
 
+    mine: StoredTensor
+    theirs: StoredTensor
     n: int = 0
     squares: float = 0.0
     """Sum of the squares of the other's values."""
@@ -139,6 +142,18 @@ class Compared:
             parts = np.sqrt(np.where(errors > 0, errors / np.maximum(squares, least), 0.0))
         self.worst = max(self.worst, float(parts.max(initial=0.0)))
 
+    def judged(self) -> str:
+        """Says what is wrong with the tensor; "" if nothing is."""
+        if self.mine.dtype == self.theirs.dtype == "BF16":
+            differing = f"{self.n_differing} of {self.n} values differ, by {self.error:.2%} of its length"
+            return differing if self.n_differing else ""
+        bound = rounding(self.mine.format) + rounding(self.theirs.format)
+        if not self.error <= bound:
+            return f"differs by {self.error:.1%} of its length, where its format rounds by at most {bound:.1%}"
+        if self.worst > min(3 * bound, 0.9):
+            return f"differs in {GROUP} columns of a row by {self.worst:.0%} of their length: is a scale wrong?"
+        return ""
+
 
 def _by_group(values: Array) -> Array:
     """float64 [n, groups]: sums of squares."""
@@ -154,13 +169,22 @@ def check_against(files: Files, other: Files, check: Check, tell: Tell) -> None:
     tensors that differ by more than their formats round.
     """
     compared: dict[str, Compared] = {}
-    total, done = sum(_size(part) for part in files.plan), 0
-    for mine, theirs in zip(files.plan, other.plan, strict=True):
+    parts = [_alike(one, two) for one, two in ((files, other), (other, files))]
+    if list(map(_sizes, parts[0])) != list(map(_sizes, parts[1])):
+        check.wrong(f"{other.name} has parts of other sizes: it is another model")
+        return
+    total, done = sum(map(_n_weights, parts[0])), 0
+    for mine, theirs in zip(*parts, strict=True):
         tell("comparing tensors", done / total)
-        done += _size(mine)
-        for name, rows, others in _pairs(files, other, mine, theirs):
-            compared.setdefault(name, Compared()).add(rows, others)
-    differing = {name: said for name, each in compared.items() if (said := _judged(files, other, name, each))}
+        done += _n_weights(mine)
+        for (name, their_name), rows, others in _pairs(files, other, mine, theirs):
+            tensors = files.tensors[name], other.tensors[their_name]
+            compared.setdefault(name, Compared(*tensors)).add(rows, others)
+    for name in sorted(files.tensors.keys() - {one.name for part in files.plan for one in part.stored}):
+        beside = other.tensors.get(name)  # of a part that is not run, as the draft head
+        if beside is not None and beside.shape == files.tensors[name].shape:
+            _add_unused(compared, name, files.tensors[name], beside)
+    differing = {name: said for name, each in compared.items() if (said := each.judged())}
     for name, said in differing.items():
         check.wrong(f"{name}: {said}")
     check.figures = {name: {"error": each.error, "worst": each.worst} for name, each in compared.items()}
@@ -171,59 +195,56 @@ def check_against(files: Files, other: Files, check: Check, tell: Tell) -> None:
         check.note(f"{len(rounded)} differ as their formats round, by up to {max(rounded):.2%} of their length")
 
 
-def _judged(files: Files, other: Files, name: str, found: Compared) -> str:
-    """Says what is wrong with a tensor's values; "" if nothing is."""
-    mine = files.tensors[name]
-    theirs = other.tensors.get(name) or other.tensors.get(_other_name(name)) or mine
-    exact = mine.dtype == theirs.dtype == "BF16"
-    bound = 0.0 if exact else rounding(mine.format) + rounding(theirs.format)
-    if exact and found.n_differing:
-        return f"{found.n_differing} of {found.n} values differ, by {found.error:.2%} of its length"
-    if found.error > bound:
-        return f"differs by {found.error:.1%} of its length, where its format rounds by at most {bound:.1%}"
-    if found.worst > max(min(3 * bound, 0.9), 2 * PLAIN_ROUNDING):
-        return f"differs in {GROUP} columns of a row by {found.worst:.0%} of their length: is a scale wrong?"
-    return ""
-
-
-def _other_name(name: str) -> str:
-    """The name in the other of the two layouts, wrapped and flat."""
-    if "model.language_model." in name:
-        return name.replace("model.language_model.", "model.", 1)
-    return name.replace("model.", "model.language_model.", 1)
-
-
-def _size(part: Planned) -> int:
-    target = part.target
-    return target.n_matrices * target.n * target.k if isinstance(target, Matrix) else int(np.prod(target.shape))
-
-
-def _pairs(files: Files, other: Files, mine: Planned, theirs: Planned) -> Iterator[tuple[str, Array, Array]]:
-    """Yields names of my tensors, and rows of theirs: mine, and the other's."""
-    target = mine.target
-    if not isinstance(target, Matrix):
-        name = mine.stored[0].name
-        one, two = (_vector(each, of.tensors) for each, of in ((mine, files), (theirs, other)))
-        yield name, _grouped(one, name, files.shape), _grouped(two, theirs.stored[0].name, other.shape)
+def _add_unused(compared: dict[str, Compared], name: str, mine: StoredTensor, theirs: StoredTensor) -> None:
+    if mine.dtype not in PLAIN or theirs.dtype not in PLAIN:
         return
+    step = max(1, BLOCK_WEIGHTS // mine.shape[-1])
+    compared[name] = Compared(mine, theirs)
+    for begin in range(0, n_rows := _n_rows(mine), step):
+        end = min(begin + step, n_rows)
+        compared[name].add(values_of(mine, begin, end), values_of(theirs, begin, end))
+
+
+def _alike(files: Files, other: Files) -> list[Planned]:
+    """The parts of a model, without a head where the other's is its embedding."""
+    has_head = any(part.stored[0].name == "lm_head.weight" for part in other.plan)
+    return [part for part in files.plan if has_head or part.stored[0].name != "lm_head.weight"]
+
+
+def _sizes(part: Planned) -> tuple[int, ...]:
+    target = part.target
+    return (target.n_matrices, target.n, target.k) if isinstance(target, Matrix) else tuple(target.shape)
+
+
+def _n_weights(part: Planned) -> int:
+    return math.prod(_sizes(part))
+
+
+def _pairs(
+    files: Files, other: Files, mine: Planned, theirs: Planned
+) -> Iterator[tuple[tuple[str, str], Array, Array]]:
+    """Yields the names of my tensor and of the other's, and rows of both."""
+    target, both = mine.target, ((mine, files), (theirs, other))
+    if not isinstance(target, Matrix):
+        vectors = [_grouped(_vector(part, of.tensors), part.stored[0].name, of.shape) for part, of in both]
+        yield (mine.stored[0].name, theirs.stored[0].name), vectors[0], vectors[1]
+        return
+    is_mixed = any(".linear_attn." in one.name for one in mine.stored)
+    step = target.n if is_mixed else max(1, BLOCK_WEIGHTS // target.k)
     for i in range(target.n_matrices):
-        is_mixed = any(".linear_attn." in one.name for one in mine.stored)
-        step = target.n if is_mixed else max(1, BLOCK_WEIGHTS // target.k)
         for begin in range(0, target.n, step):
-            end = min(begin + step, target.n)
-            pair = []
-            for part, of in ((mine, files), (theirs, other)):
-                runs = list(part.runs(target.n_matrices, i, begin, end))
+            pair, names = [], []
+            for part, of in both:
+                runs = list(part.runs(target.n_matrices, i, begin, min(begin + step, target.n)))
+                first = part.stored[0].name
                 rows = np.concatenate([values_of(of.tensors[name], a, b) for name, a, b in runs])
-                names = np.repeat([name for name, *_ in runs], [b - a for _, a, b in runs])
-                pair.append((_grouped(rows, part.stored[0].name, of.shape), names))
-            (rows, names), (others, _) = pair
-            order = _order(files.shape, mine.stored[0].name)
-            if order is not None and order[0] == 0:
-                names = names[order[1]]
-            for name in dict.fromkeys(names):
-                at = names == name
-                yield str(name), rows[at], others[at]
+                pair.append(_grouped(rows, first, of.shape))
+                named = np.repeat([name for name, *_ in runs], [b - a for _, a, b in runs])
+                order = _order(of.shape, first)
+                names.append(named[order[1]] if order is not None and order[0] == 0 else named)
+            for name in dict.fromkeys(zip(*names, strict=True)):
+                at = (names[0] == name[0]) & (names[1] == name[1])
+                yield (str(name[0]), str(name[1])), pair[0][at], pair[1][at]
 
 
 def _vector(part: Planned, tensors: Mapping[str, StoredTensor]) -> Array:

@@ -105,6 +105,8 @@ class QwenGpu:
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = self.weights.norm.device
         self.exchange = exchange
+        self.watch: Callable[[Tensor], object] | None = None
+        """Takes the residual stream behind each sum of a prefill that is not recorded."""
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
@@ -140,6 +142,8 @@ class QwenGpu:
             else:
                 partials = partials.view(len(self.shards), -1, *residual.shape)
         add_norm(residual, partials, w, eps, out, codes=codes)
+        if self.watch is not None:
+            self.watch(residual)
         return Operand(out, codes)
 
     def _codes(
@@ -430,7 +434,7 @@ class QwenGpu:
             codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
             normed = self._add_norm(residual, added, layer.post_norm, out, "prefill", codes)
             added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
-        if b.hidden is not None or self.exchange is not None:
+        if b.hidden is not None or self.exchange is not None or self.watch is not None:
             self._add_norm(residual, added, w.norm, out if b.hidden is None else front(b.hidden, t, h), "prefill")
         return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
 

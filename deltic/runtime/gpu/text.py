@@ -299,7 +299,7 @@ class GpuTextRunner(GpuRunner):
         rows = hidden[(begin + part.start) * h : (begin + part.stop) * h].view(-1, h)
         return np.asarray(rows.view(torch.int16).cpu().numpy()).view(bfloat16)
 
-    # For tests and benches.
+    # For tests, benches and checks of a model.
 
     def logits(self, n_rows: int) -> Array:
         """float32 [n_rows, V]: of the first rows of the last prefill, which was of one chunk of one block."""
@@ -309,3 +309,17 @@ class GpuTextRunner(GpuRunner):
                 logits = self._prompt_logprobs.logits(range(at, min(at + most, n_rows)), n_blocks=1)
                 found.append(logits.to("cpu", copy=True))
         return np.asarray(torch.cat(found).numpy())
+
+    def residuals(self, n_rows: int) -> list[Array]:
+        """float32 [n_rows, H] each: the residual stream behind the embedding, each mixer and each feed-forward, of the
+        first rows of the last prefill, which was of one chunk of one block and is run once more.
+        """
+        found: list[Array] = []
+        self.model.watch = lambda residual: found.append(residual[:n_rows].to("cpu", copy=True).numpy())
+        w, inputs = self.workspace, self._prefill_batch.of(1).inputs
+        try:
+            with torch.cuda.stream(self.stream), self.levers.bound():
+                self.model.prefill(1, inputs, w.batch_slots.page_table, w.prefill, self.memory, w.picture_rows)
+        finally:
+            self.model.watch = None
+        return found
