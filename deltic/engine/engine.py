@@ -106,7 +106,7 @@ class StepRunner(Protocol):
 
 
 class EncodedItems(Protocol):
-    """The engine's interface to one kind of items that are encoded beside the steps (`runtime.encoded`)."""
+    """The engine's interface to one kind of items that are encoded beside the steps."""
 
     @property
     def is_waiting(self) -> bool: ...
