@@ -55,6 +55,7 @@ ALLOWED = {
     "runtime/gpu/prompt_logprobs.py:of": SELDOM,
     "runtime/gpu/prompt_logprobs.py:logits": SELDOM,
     "runtime/gpu/text.py:logits": BENCH,
+    "runtime/gpu/text.py:residuals": BENCH,
     "runtime/gpu/vocoder.py:samples": AFTER_EVENT,
     "runtime/gpu/vocoder.py:open": "the state of a voice, once a stream",
     "runtime/gpu/vocoder.py:state_of": "when a voice is encoded, for what is kept of it",
