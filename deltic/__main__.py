@@ -146,23 +146,6 @@ BENCHES = {
 }  # fmt: skip
 
 
-ELSEWHERE = {
-    "ls": "deltic list lists the models on this disk",
-    "get": "deltic pull NAME downloads a model",
-    "download": "deltic pull NAME downloads a model",
-    "load": "deltic serve NAME serves a model",
-    "start": "deltic serve NAME serves a model",
-    "info": "deltic show NAME tells of a model on this disk",
-    "remove": "deltic rm NAME deletes a model from this disk",
-    "delete": "deltic rm NAME deletes a model from this disk",
-    "stop": "idle models go by themselves (--keep-alive), or at once by POST /models/unload; deltic ps lists what is loaded",
-    "create": "what a Modelfile says are flags of deltic serve, or a file for its --config",
-    "cp": "deltic serve MODEL --served-model-name NAME gives a model other names",
-    "push": "Deltic publishes nothing",
-}
-"""Commands of Ollama, LM Studio and others that are none here, and what to do instead."""
-
-
 FIRST_STEPS = f"""\
 Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. What to do next:
 
@@ -214,7 +197,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The command line; ends the process with status 2 and the subcommand's usage where it is wrong."""
     top, known = parser(), {*COMMANDS, "bench"}
     if words and words[0] not in known and not words[0].startswith("-"):
-        hint = ELSEWHERE.get(words[0]) or nearest(words[0], known) or "deltic alone says what to do next"
+        hint = flags.advice(words[0]) or nearest(words[0], known) or "deltic alone says what to do next"
         top.error(f"there is no command {words[0]!r}; {hint}")
     if (
         len(words) > 1

@@ -39,11 +39,11 @@ OUT_HELP = "write the JSON result into this directory"
 
 
 FOREIGN = Path(__file__).with_name("foreign_flags.txt")
-"""Flags of other servers, a line for each meaning, with what to give here."""
+"""Flags and commands of other servers, a line for each meaning, with what to give here."""
 
 
 def advice(flag: str) -> str:
-    """Says what to give here for a flag of another server; empty where none of them has it."""
+    """Says what to give here for a flag, or a command, of another server; empty where none of them has it."""
     for line in FOREIGN.read_text(encoding="utf-8").splitlines():
         flags, *_, hint = line.split(" | ")
         if flag in flags.split(", "):

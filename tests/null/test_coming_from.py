@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deltic.__main__ import COMMANDS, ELSEWHERE, main, parsed, parser
+from deltic.__main__ import COMMANDS, main, parsed, parser
 from deltic.aliases import find, published, spelled_out
 from deltic.commands.flags import advice
 from deltic.config import ConfigError
@@ -125,7 +125,11 @@ def test_a_command_does_what_its_line_says(typed: str, here: str, capsys: pytest
     if here.startswith("not there"):
         with pytest.raises(SystemExit):
             main([words[1]])
-        assert ELSEWHERE[words[1]] in capsys.readouterr().err and ELSEWHERE[words[1]] in here.replace("`", "")
+        assert (
+            advice(words[1])
+            and advice(words[1]) in capsys.readouterr().err
+            and advice(words[1]) in here.replace("`", "")
+        )
         return
     if words[0] == "curl":
         assert code(here) in {route.path for route in ROUTES}
