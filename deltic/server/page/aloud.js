@@ -1,6 +1,6 @@
 /** Answers read aloud by a model of this server that speaks, and messages dictated to this browser. */
 
-import { $, el } from "./dom.js";
+import { $, el, notice } from "./dom.js";
 import { Speech } from "./sound.js";
 import { canSpeak, speechBody } from "./speak.js";
 import { on } from "./state.js";
@@ -87,10 +87,7 @@ function dictate() {
   $("dictate").textContent = "Done";
   showDictation(LISTENING);
 }
-function showDictation(words) {
-  $("dictation").textContent = words;
-  $("dictation").hidden = !words;
-}
+const showDictation = words => notice("dictation", words);
 
 $("dictate").hidden = !recognition();
 $("dictate").addEventListener("click", dictate);

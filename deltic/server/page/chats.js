@@ -1,7 +1,7 @@
 /** The list of chats, and what is done with one: found, renamed, exported, deleted and taken back. */
 
 import { forget } from "./answer.js";
-import { $, el } from "./dom.js";
+import { $, el, notice } from "./dom.js";
 import { newSettings } from "./settings.js";
 import { asJson, asMarkdown, chatsIn, heads, isChat, read, remove, save } from "./shelf.js";
 import { on, runs, state, tell } from "./state.js";
@@ -91,7 +91,7 @@ $("export-all").addEventListener("click", async () => {
 $("import").addEventListener("click", () => $("import-files").click());
 $("import-files").addEventListener("change", async () => {
   let last = null;
-  $("chats-error").hidden = true;
+  fail("");
   for (const file of $("import-files").files) {
     try {
       for (const chat of chatsIn(await file.text(), file.name)) await save(last = chat);
@@ -102,10 +102,7 @@ $("import-files").addEventListener("change", async () => {
   $("import-files").value = "";
   if (last) openChat(last);
 });
-function fail(words) {
-  $("chats-error").textContent = words;
-  $("chats-error").hidden = false;
-}
+const fail = words => notice("chats-error", words);
 
 on("kept", listChats);
 on("running", listChats);

@@ -1,7 +1,7 @@
 /** The message that is being written, with its pictures and files. */
 
 import { answer } from "./answer.js";
-import { $, el, touched } from "./dom.js";
+import { $, el, notice, touched } from "./dom.js";
 import { read } from "./files.js";
 import { picture } from "./messages.js";
 import { seesPictures } from "./models.js";
@@ -60,16 +60,12 @@ function setRunning(on) {
 const attachedTo = content => typeof content === "string" ? [] : content.filter(part => part.type !== "text" || isFile(part));
 function showPending(parts) {
   state.pending = parts;
-  fail("");
+  notice("file-error", "");
   $("pictures").replaceChildren(...parts.map((part, i) => {
     const [file] = filesOf([part]), label = file ? `Remove the file ${file.name}` : `Remove picture ${i + 1}`;
     return el("button", { type: "button", title: "Remove", "aria-label": label, class: file && "attached", click: () => showPending(state.pending.toSpliced(i, 1)) },
       file ? `${fileLabel(file)} ×` : picture(part.image_url.url, i));
   }));
-}
-function fail(words) {
-  $("file-error").textContent = words;
-  $("file-error").hidden = !words;
 }
 let n_read = 0; // lots of files that are being read: a message waits for its own
 async function addFiles(files) {
@@ -89,7 +85,7 @@ async function addFiles(files) {
   }
   n_read -= 1;
   $("reading").hidden = !n_read;
-  if (failed.length) fail(failed.join(" "));
+  if (failed.length) notice("file-error", failed.join(" "));
 }
 function dataUrl(file) {
   return new Promise((done, failed) => {

@@ -16,6 +16,14 @@ export const count = (n, what) => `${number(n)} ${what}${n === 1 ? "" : "s"}`;
 export const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits });
 export const bytes = value => value >= 1e9 ? `${number(value / 1e9, 1)} GB` : `${number(value / 1e6, 1)} MB`;
 
+/** Shows words in an element, which is hidden where there are none. */
+export function notice(id, words) {
+  $(id).textContent = words;
+  $(id).hidden = !words;
+}
+/** What went wrong; where a key is missing also where its field is. */
+export const wordsOf = (error, where = "in the chat's settings") => error.message + (error.status === 401 ? ` There is a field for it ${where}.` : "");
+
 export function copyButton(text) {
   return el("button", { class: "quiet", type: "button", click: async event => {
     const button = event.currentTarget, label = button.textContent;

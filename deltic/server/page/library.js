@@ -1,7 +1,7 @@
 /** The models that this server has: which are loaded, what each takes, one more fetched, one deleted. */
 
 import { call, lines } from "./api.js";
-import { $, bytes, el, number } from "./dom.js";
+import { $, bytes, el, notice, number, wordsOf } from "./dom.js";
 import { on, state, tell } from "./state.js";
 import { keep, local, recall } from "./store.js";
 
@@ -18,9 +18,9 @@ async function look() {
     $("library-closed").hidden = may_pull !== false;
     $("library-fixed").hidden = may_pull != null;
     show(cards, new Map(stored.map(model => [model.name.replace(/:latest$/, ""), model])));
-    fail("library-error", "");
+    notice("library-error", "");
   } catch (error) {
-    fail("library-error", error.message + (error.status === 401 ? " There is a field for it in the chat's settings." : ""));
+    notice("library-error", wordsOf(error));
   }
   timer = setTimeout(look, POLL_MS);
 }
@@ -48,7 +48,7 @@ function buttonsOf({ id, status, parent, speech }, size) {
   const button = (name, click) => el("button", { type: "button", class: "quiet", "aria-label": `${name} ${id}`, click }, name);
   const ask = what => async event => {
     event.currentTarget.disabled = true;
-    await call(`v1/models/${what}`, { method: "POST", body: JSON.stringify({ model: id }) }).then(() => fail("library-failed", ""), error => fail("library-failed", error.message));
+    await call(`v1/models/${what}`, { method: "POST", body: JSON.stringify({ model: id }) }).then(() => notice("library-failed", ""), error => notice("library-failed", error.message));
     look();
   };
   return [
@@ -66,7 +66,7 @@ function buttonsOf({ id, status, parent, speech }, size) {
 async function drop() {
   $("doomed").close();
   const body = JSON.stringify({ model: $("doomed-id").textContent });
-  await call("api/delete", { method: "DELETE", body }).then(() => fail("library-failed", ""), error => fail("library-failed", error.message));
+  await call("api/delete", { method: "DELETE", body }).then(() => notice("library-failed", ""), error => notice("library-failed", error.message));
   tell("pulled");
   look();
 }
@@ -87,7 +87,7 @@ async function pull() {
   pulling = new AbortController();
   keep(local, "deltic.pull", name); // a download that was cut off goes on when it is asked for again
   showPull(`Asking for ${name}`);
-  fail("library-failed", "");
+  notice("library-failed", "");
   try {
     const response = await call("api/pull", { method: "POST", body: JSON.stringify({ model: name }), signal: pulling.signal });
     let last = "";
@@ -103,7 +103,7 @@ async function pull() {
     tell("pulled");
   } catch (error) {
     if (pulling.signal.aborted) showPull(`Stopped. Pull ${name} again, and it goes on where it stopped.`);
-    else { showPull(""); fail("library-failed", error.message); }
+    else { showPull(""); notice("library-failed", error.message); }
   }
   pulling = null;
   showPullButtons();
@@ -119,11 +119,6 @@ function showPullButtons() {
   $("pull-start").hidden = Boolean(pulling);
   $("pull-stop").hidden = !pulling;
 }
-function fail(id, words) {
-  $(id).textContent = words;
-  $(id).hidden = !words;
-}
-
 /** Whether there is more than one model to tell of. */
 export const hasLibrary = () => state.cards.length > 1 || state.cards.some(card => card.status);
 

@@ -1,7 +1,7 @@
 /** What the engine does at the moment. */
 
 import { call } from "./api.js";
-import { $, bytes, count, el, number } from "./dom.js";
+import { $, bytes, count, el, notice, number, wordsOf } from "./dom.js";
 import { ofModel, showState } from "./models.js";
 import { on, state } from "./state.js";
 
@@ -26,10 +26,9 @@ export async function watch() {
       state.model = now.model;
       showState(now.status, now.status === "ready" ? "ready" : now.status === "failed" ? "down" : "");
     }
-    $("live-error").hidden = true;
+    notice("live-error", "");
   } catch (error) {
-    $("live-error").textContent = error.message + (error.status === 401 ? " There is a field for it in the chat's settings." : "");
-    $("live-error").hidden = false;
+    notice("live-error", wordsOf(error));
   }
   polling = false;
   timer = setTimeout(watch, POLL_MS);

@@ -1,7 +1,7 @@
 /** The view of a model that speaks: a text, a voice, what was said, and voices that are cloned. */
 
 import { call } from "./api.js";
-import { $, el, number } from "./dom.js";
+import { $, el, notice, number, wordsOf } from "./dom.js";
 import { ofModel } from "./models.js";
 import { settings } from "./settings.js";
 import { Speech, asWav, record, wav } from "./sound.js";
@@ -41,7 +41,7 @@ function showForm() {
   $("voices").hidden = !isBase;
   $("no-voice").hidden = !isBase || card.voices.length > 0;
   $("say-start").disabled = isBase && !card.voices.length;
-  if (isBase) listVoices().catch(error => fail("clone-error", wordsOf(error)));
+  if (isBase) listVoices().catch(error => notice("clone-error", wordsOf(error, "below")));
 }
 function choose(list, values) {
   const was = list.value || recall(local, "deltic.say", {})[list.name];
@@ -66,7 +66,7 @@ export function speechBody(input) {
 
 async function start() {
   if (speech || !say.text.value.trim() || $("say-start").disabled || !$("say").reportValidity()) return;
-  fail("say-error", "");
+  notice("say-error", "");
   let article = null;
   try {
     speech = new Speech(speechBody(say.text.value), show);
@@ -74,7 +74,7 @@ async function start() {
     show();
     await speech.run();
   } catch (error) {
-    fail("say-error", wordsOf(error));
+    notice("say-error", wordsOf(error, "below"));
   }
   const mine = speech;
   speech = null;
@@ -95,10 +95,6 @@ function show() {
     : `${seconds(speech.heard_s)} heard of ${seconds(speech.made_s)}${speech.finish ? "" : " so far"}`;
 }
 const seconds = value => `${value.toFixed(1)} s`;
-const fail = (id, words) => { $(id).textContent = words; $(id).hidden = !words; };
-function wordsOf(error) {
-  return error.message + (error.status === 401 ? " There is a field for it below." : "");
-}
 
 // What was said, newest first, until the tab is closed.
 
@@ -158,13 +154,13 @@ async function listVoices() {
 }
 async function removeVoice(name) {
   if (!confirm(`Delete the voice “${name}”? It cannot be brought back without its recording.`)) return;
-  try { await call(ofModel(`v1/audio/voices/${encodeURIComponent(name)}`), { method: "DELETE" }); } catch (error) { fail("clone-error", wordsOf(error)); }
+  try { await call(ofModel(`v1/audio/voices/${encodeURIComponent(name)}`), { method: "DELETE" }); } catch (error) { notice("clone-error", wordsOf(error, "below")); }
   tell("key"); // its card says which voices there are
 }
 let recorder = null, recorded = null, isSwitching = false;
 async function toggleRecording() {
   if (isSwitching) return; // a second microphone would stay open
-  fail("clone-error", "");
+  notice("clone-error", "");
   isSwitching = true;
   const last = recorder;
   recorder = null;
@@ -178,15 +174,15 @@ async function toggleRecording() {
       recorder = await record();
     }
   } catch (error) {
-    fail("clone-error", error.name === "NotAllowedError" ? "The browser was not allowed to use the microphone." : error.message);
+    notice("clone-error", error.name === "NotAllowedError" ? "The browser was not allowed to use the microphone." : error.message);
   }
   $("record").textContent = recorder ? "Stop recording" : "Record";
   isSwitching = false;
 }
 async function addVoice() {
-  fail("clone-error", "");
+  notice("clone-error", "");
   const file = clone.audio.files[0] ?? recorded;
-  if (!file) return fail("clone-error", "Choose a recording of 1 to 30 s, or record one.");
+  if (!file) return notice("clone-error", "Choose a recording of 1 to 30 s, or record one.");
   const form = new FormData();
   form.append("model", spoken().id);
   for (const name of ["name", "consent", "ref_text"]) if (clone[name].value.trim()) form.append(name, clone[name].value.trim());
@@ -203,7 +199,7 @@ async function addVoice() {
     $("recorded").hidden = true;
     tell("key");
   } catch (error) {
-    fail("clone-error", wordsOf(error));
+    notice("clone-error", wordsOf(error, "below"));
   }
   $("clone-start").disabled = false;
 }
