@@ -317,7 +317,7 @@ FAULTS = [
     Fault(
         "upper-bits-of-scales",
         "wrong scale of a format",
-        "deltic/models/gguf_tensors.py",
+        "deltic/models/gguf_blocks.py",
         "first >> np.uint8(2) & np.uint8(48)",
         "first >> np.uint8(2) & np.uint8(16)",
         "tests/null/test_gguf.py tests/cpu/test_formats.py",

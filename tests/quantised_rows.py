@@ -9,17 +9,18 @@ import ml_dtypes
 import numpy as np
 
 from deltic.ops.arrays import Array
-from deltic.ops.formats import WEIGHT_FORMATS, Quantised
+from deltic.ops.formats import TABLES, WEIGHT_FORMATS, Quantised, codes_in
 
 
 def random_rows(name: str, n: int, k: int, seed: int = 0) -> Quantised:
     """[n, k]; some scales are 0, negative or the smallest that there are, where the format has such."""
     format, rng = WEIGHT_FORMATS[name], np.random.default_rng(seed)
     sizes, dtypes = format.sizes(k), format.dtypes
-    codes = rng.integers(0, 1 << min(format.bits, 8), (n, k)).astype(np.uint8)
+    codes = codes_in(format.codes, rng.integers(0, 256, (n, k), np.uint8))
     if format.codes == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0x38  # NaN
-    step = 0.05 / k**0.5 / {"int8": 40, "e4m3": 40, "iq4": 30}.get(format.codes, 1)
+    size = float(np.std(TABLES[format.codes])) if format.codes in TABLES else 1.0
+    step = 0.05 / k**0.5 / {"int8": 40, "e4m3": 40, "iq4": 30, "e2m1": 1}.get(format.codes, size)
 
     def numbers(size: tuple[int, ...], dtype: object, scale: float) -> Array:
         values = rng.uniform(-scale, scale, (n, *size))
@@ -68,7 +69,7 @@ def operands(rows: Quantised) -> Array:
     ones = replace(
         rows, format=replace(f, scales="float32"), scale=np.ones_like(scale, np.float32), least=None, outer=None
     )
-    codes = ones.values().astype(np.float64) + (1 << (f.bits - 1) if f.has_least and f.codes != "int8" else 0)
+    codes = ones.values().astype(np.float64) + (1 << (int(f.bits) - 1) if f.has_least and f.codes != "int8" else 0)
     spread = partial(np.repeat, repeats=f.group or k, axis=1)
     if f.scales.endswith(".zero"):
         assert rows.least is not None

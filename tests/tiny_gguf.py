@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
@@ -227,15 +228,16 @@ def blocks_of(values: Array, type: str, seed: int = 0) -> tuple[Array, str]:
 
 
 D_AT = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ1_M": (), "NVFP4": (),
+} | dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "Q1_0"), (0,))  # fmt: skip
 """Where a block has its float16 scales."""
+
+LEVELS = {
+    "Q2_K": 30, "Q3_K": 40, "Q4_K": 280, "Q5_K": 580, "Q6_K": 1200, "IQ4_NL": 70, "IQ4_XS": 1200, "IQ1_S": 8, "IQ1_M": 8,
+    "IQ2_XXS": 60, "IQ2_XS": 60, "IQ2_S": 60, "IQ3_XXS": 160, "IQ3_S": 160, "Q1_0": 1,
+    "NVFP4": 6,
+}  # fmt: skip
+"""The standard deviation of random blocks, in their scales."""
 
 
 def random_blocks(shape: tuple[int, ...], type: str, deviation: float, seed: int = 0) -> Array:
@@ -243,12 +245,17 @@ def random_blocks(shape: tuple[int, ...], type: str, deviation: float, seed: int
     block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, (*shape[:-1], shape[-1] // block, n_bytes), np.uint8)
-    levels = {"Q2_K": 30, "Q3_K": 40, "Q4_K": 280, "Q5_K": 580, "Q6_K": 1200, "IQ4_NL": 70, "IQ4_XS": 1200}[type]
-    scale = deviation / levels
+    scale = deviation / LEVELS[type]
     for nth, at in enumerate(D_AT[type]):
         middle = 1.5 if type == "Q2_K" else 15.5 if type == "Q5_K" else 7.5  # least values centre the weights
         factors = generator.uniform(0.5, 1.0, data.shape[:-1]) * scale * (middle if nth else 1.0)
         data[..., at : at + 2] = factors.astype(np.float16)[..., None].view(np.uint8)
+    if type == "NVFP4":  # half of what they say
+        data[..., :4] = np.array(2 * scale, ml_dtypes.float8_e4m3fn).view(np.uint8)
+    if type == "IQ1_M":  # four bits of it in each of the last four words
+        words = data[..., -8:].view(np.uint16)
+        words &= 0xFFF
+        words |= np.uint16(np.float16(scale).view(np.uint16)) >> np.arange(0, 16, 4, dtype=np.uint16) << 12
     return data.reshape(*shape[:-1], -1)
 
 

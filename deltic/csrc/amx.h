@@ -143,7 +143,10 @@ static inline void multiply_groups(const Rows& x, int64_t n_rows, const Matrix& 
                     const uint8_t* at[2];
                     for (int64_t i = 0; i < n_strips; i++) {
                         at[i] = w + i * strip + matrix.code_bytes(a);
-                        if constexpr (C != Codes::INT8) {
+                        if constexpr (C == Codes::BOOK) {
+                            unpack_units(matrix.codes(), at[i], (stop - a) / UNIT, codes[i]);
+                            at[i] = codes[i];
+                        } else if constexpr (C != Codes::INT8) {
                             for (int64_t u = 0; u < (stop - a) / UNIT; u++) decode<C>(at[i] + u * 64 * bits_of(C), codes[i] + u * UNIT * 16 * WIDTH);
                             at[i] = codes[i];
                         }

@@ -12,23 +12,37 @@
 //   2 bits    2 vectors: word 4 i + j in bits 2 j of the bytes
 //   1 bit     1 vector: word j in bit j
 //   6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1: the vectors of the low bits first
+//   of codebooks (codebook.h) indices, their higher bits, and signs
 //
 // The layout is the same for all instruction sets.
 #pragma once
 #include "kernel.h"
 #include "simd.h"
 
-enum class Codes : int64_t { BF16, INT8, UINT4, UINT5, UINT6, UINT2, UINT3, IQ4, E2M1, E4M3 };
-enum class Scales : int64_t { NONE, F32, BF16_LEAST, F16, F16_LEAST, F16_ZERO, BF16, BF16_ZERO, K, K_LEAST, E8M0, E4M3 };
+// BOOK: any codebook, of which the multiplication reads what codebook.cpp makes.
+enum class Codes : int64_t { BF16, INT8, UINT4, UINT5, UINT6, UINT2, UINT3, IQ4, E2M1, E4M3, IQ1, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, SIGN, BOOK };
+enum class Scales : int64_t { NONE, F32, BF16_LEAST, F16, F16_LEAST, F16_ZERO, BF16, BF16_ZERO, K, K_LEAST, E8M0, E4M3, K_EIGHTH };
 
 constexpr int64_t STRIP = 16;       // rows of a strip: the lanes of a v16
 constexpr int64_t BLOCK = 256;      // elements of K in a block of several groups
 constexpr int64_t MOST_GROUPS = 16; // of a block
 constexpr int64_t UNIT = 32;
 
+constexpr bool is_book(Codes codes) { return codes >= Codes::IQ1; }
+constexpr int index_bits(Codes codes) {
+    constexpr int bits[] = {11, 8, 9, 10, 8, 9, 0};
+    return bits[(int64_t)codes - (int64_t)Codes::IQ1];
+}
+constexpr int book_width(Codes codes) { return codes == Codes::IQ3_XXS || codes == Codes::IQ3_S ? 4 : 8; }
+// Of codebooks, of the bytes that are made of them.
 constexpr int bits_of(Codes codes) {
     constexpr int bits[] = {16, 8, 4, 5, 6, 2, 3, 4, 4, 8};
-    return bits[(int64_t)codes];
+    return is_book(codes) ? 8 : bits[(int64_t)codes];
+}
+constexpr int64_t unit_bytes(Codes codes) {
+    if (!is_book(codes) || codes == Codes::BOOK) return 64 * bits_of(codes);
+    const int bits = index_bits(codes), vectors = bits ? 8 / book_width(codes) : 0;
+    return vectors * (64 + 8 * (bits > 8 ? bits - 8 : 0)) + (codes == Codes::IQ1 ? 8 : 64);
 }
 constexpr bool has_least(Scales s) {
     return s == Scales::BF16_LEAST || s == Scales::F16_LEAST || s == Scales::F16_ZERO || s == Scales::BF16_ZERO || s == Scales::K_LEAST;
@@ -37,7 +51,7 @@ constexpr bool has_least(Scales s) {
 constexpr bool is_float(Codes codes) { return codes == Codes::BF16 || codes == Codes::E4M3; }
 // Value that a code of 0 stands for, negated.
 constexpr int bias_of(Codes codes, bool least) {
-    return codes == Codes::INT8 ? 128 : least || bits_of(codes) > 6 || codes == Codes::IQ4 || codes == Codes::E2M1 ? 0 : 1 << (bits_of(codes) - 1);
+    return codes == Codes::INT8 || is_book(codes) ? 128 : least || bits_of(codes) > 6 || codes == Codes::IQ4 || codes == Codes::E2M1 ? 0 : 1 << (bits_of(codes) - 1);
 }
 
 constexpr int8_t TABLES[2][16] = {
@@ -47,18 +61,18 @@ constexpr int8_t TABLES[2][16] = {
 
 struct Matrix {
     const uint8_t* data;  // [n_strips, strip_bytes]
-    int64_t format;       // Codes + 16 Scales
+    int64_t format;       // four bits of Codes, four of Scales, the fifth of Codes
     int64_t n, k, group;  // group: elements of K that share a scale, the last group may be shorter
 
-    Codes codes() const { return (Codes)(format % 16); }
-    Scales scales() const { return (Scales)(format / 16); }
+    Codes codes() const { return (Codes)(format % 16 + format / 256 * 16); }
+    Scales scales() const { return (Scales)(format / 16 % 16); }
     int64_t n_strips() const { return (n + STRIP - 1) / STRIP; }
     int64_t n_groups() const { return (k + group - 1) / group; }
     int64_t block() const { return scales() == Scales::F32 || scales() == Scales::BF16_LEAST || group > BLOCK ? group : BLOCK; }
-    int64_t code_bytes(int64_t n_k) const { return n_k * 2 * bits_of(codes()); }
+    int64_t code_bytes(int64_t n_k) const { return n_k / UNIT * unit_bytes(codes()); }
     int64_t scale_bytes(int64_t n_k) const {  // of a block of n_k elements
-        constexpr int64_t a_group[] = {0, 64, 64, 32, 64, 48, 32, 48, 16, 32, 16, 16}, a_block[] = {0, 0, 0, 0, 0, 0, 0, 0, 32, 64, 0, 0};
-        return (n_k + group - 1) / group * a_group[format / 16] + a_block[format / 16];
+        constexpr int64_t a_group[] = {0, 64, 64, 32, 64, 48, 32, 48, 16, 32, 16, 16, 16}, a_block[] = {0, 0, 0, 0, 0, 0, 0, 0, 32, 64, 0, 0, 32};
+        return (n_k + group - 1) / group * a_group[(int64_t)scales()] + a_block[(int64_t)scales()];
     }
     int64_t tail_bytes() const { return scales() == Scales::E4M3 ? 128 : 0; }  // of the whole strip: a multiplier and a divisor a row
     int64_t strip_bytes() const {
@@ -126,14 +140,16 @@ static inline constexpr float e4m3(uint32_t code) {
     return code & 0x80 ? -size : size;
 }
 
-// The scales of a block of K or K_LEAST.
+// The scales of a block of K, K_EIGHTH or K_LEAST.
 template <Scales KIND>
 struct BlockScales {
     const uint8_t* at;
     v16 outer, outer_least;
 
-    explicit BlockScales(const uint8_t* at) : at(at), outer(load_f16(at)), outer_least(KIND == Scales::K_LEAST ? load_f16(at + 32) : v16{}) {}
-    v16 scale(int64_t g) const { return outer * (KIND == Scales::K ? load_bytes<int8_t>(at + 32 + g * 16) : load_bytes<uint8_t>(at + 64 + g * 32)); }
+    explicit BlockScales(const uint8_t* at) : at(at), outer(load_f16(at)), outer_least(KIND == Scales::K_LEAST ? load_f16(at + 32) : v16{}) {
+        if (KIND == Scales::K_EIGHTH) outer = outer * splat(0.125f);
+    }
+    v16 scale(int64_t g) const { return outer * (KIND == Scales::K_LEAST ? load_bytes<uint8_t>(at + 64 + g * 32) : load_bytes<int8_t>(at + 32 + g * 16)); }
     v16 least(int64_t g) const { return -(outer_least * load_bytes<uint8_t>(at + 80 + g * 32)); }
 };
 
@@ -172,6 +188,11 @@ static __attribute__((noinline, unused)) void read_scales(Scales kind, const uin
             for (int64_t g = 0; g < n_groups; g++) scale[g] = block.scale(g);
             return;
         }
+        case Scales::K_EIGHTH: {
+            const BlockScales<Scales::K_EIGHTH> block(at);
+            for (int64_t g = 0; g < n_groups; g++) scale[g] = block.scale(g);
+            return;
+        }
         case Scales::K_LEAST: {
             const BlockScales<Scales::K_LEAST> block(at);
             for (int64_t g = 0; g < n_groups; g++) scale[g] = block.scale(g), least[g] = block.least(g);
@@ -194,6 +215,10 @@ static __attribute__((noinline, unused)) void read_scales(Scales kind, const uin
         }
     }
 }
+
+// Codebooks (codebook.h): makes of n units those of INT8, of 512 bytes; and puts 32 elements of 16 rows into a unit, as put_unit.
+void unpack_units(Codes codes, const uint8_t* units, int64_t n, uint8_t* to);
+void put_entries(Codes codes, const uint32_t (&words)[8][STRIP], uint8_t* unit);
 
 // Finds element i of a unit, for one lane: its byte in each vector is lane * 4 + i % 4.
 static inline int code_at(Codes codes, const uint8_t* unit, int64_t i, int64_t lane) {
@@ -251,7 +276,7 @@ static inline void put_unit(Codes codes, const uint32_t (&words)[8][STRIP], uint
         case Codes::UINT6: four(), two(4, 4); return;
         case Codes::UINT2: two(0, 0); return;
         case Codes::UINT3: two(0, 0), one(2, 2); return;
-        default: four();
+        default: return is_book(codes) ? put_entries(codes, words, unit) : four();
     }
 }
 
@@ -280,7 +305,10 @@ static inline void unpack_row(const Matrix& w, int64_t n, float* out) {
             store(leasts, least[g]);
             const int64_t stop = (g + 1) * w.group < n_k ? (g + 1) * w.group : n_k;
             for (int64_t i = g * w.group; i < stop; i++) {
-                const int code = code_at(codes, at + i / UNIT * 64 * bits_of(codes), i % UNIT, lane);
+                const uint8_t* unit = at + i / UNIT * unit_bytes(codes);
+                uint8_t made[512];
+                if (is_book(codes) && (i % UNIT == 0 || i == g * w.group)) unpack_units(codes, unit, 1, made);
+                const int code = is_book(codes) ? code_at(Codes::INT8, made, i % UNIT, lane) : code_at(codes, unit, i % UNIT, lane);
                 float value = (float)(code - bias);
                 if (codes == Codes::IQ4 || codes == Codes::E2M1) value = (float)TABLES[codes == Codes::E2M1][code];
                 if (codes == Codes::E4M3) value = e4m3((uint32_t)code);

@@ -4,6 +4,7 @@
 //   y = sum over groups of x_scale * (w_scale * (exact integer sum) + least * (sum of x)).
 // With floats they are bfloat16: exact products, summed in float32, of e4m3 by group.
 #pragma once
+#include "codebook.h"
 #include "format.h"
 
 // Strips of one task: few enough that every thread finds some, at most 4.
@@ -37,7 +38,7 @@ constexpr bool SIGNED_WEIGHTS = false;
 
 // Excess of each code, as dot4 takes it.
 static inline constexpr int too_large(Codes codes, bool least) {
-    const bool bytes = codes == Codes::INT8 || codes == Codes::IQ4 || codes == Codes::E2M1;
+    const bool bytes = codes == Codes::INT8 || codes == Codes::IQ4 || codes == Codes::E2M1 || is_book(codes);
     return bytes ? (SIGNED_WEIGHTS ? 0 : 128) : bias_of(codes, least);
 }
 // Factor of the sum of x over a group when it is packed. Where codes are too large, the sum of a group begins with it.
@@ -358,7 +359,7 @@ static inline u32_part look_up(u32_part index) {
 template <Codes C>
 static inline __attribute__((always_inline)) void load_codes(const uint8_t* unit, int i, w16& first, w16& second) {
     constexpr bool TABLE = C == Codes::IQ4 || C == Codes::E2M1;
-    if constexpr (C == Codes::INT8) {
+    if constexpr (C == Codes::INT8 || C == Codes::BOOK) {
         first = load_words(unit + i * 128), second = load_words(unit + i * 128 + 64);
         if constexpr (SIGNED_WEIGHTS)
             for (int p = 0; p < PARTS; p++) first.part[p] ^= 0x80808080u, second.part[p] ^= 0x80808080u;
@@ -400,10 +401,11 @@ static inline __attribute__((always_inline)) void load_codes(const uint8_t* unit
 // are fewer, or groups are larger, the rows take turns at 8 codes.
 template <Codes C, Scales KIND, bool LEAST, int GROUP, int MR, int FETCH>
 static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][1]) {
-    constexpr bool BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1, BIASED = too_large(C, LEAST) != 0;
-    constexpr bool BY_BLOCK = KIND == Scales::K || KIND == Scales::K_LEAST;
+    constexpr bool BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1 || is_book(C), BIASED = too_large(C, LEAST) != 0;
+    constexpr bool BY_BLOCK = KIND == Scales::K || KIND == Scales::K_LEAST || KIND == Scales::K_EIGHTH;
+    constexpr bool BY_UNIT = is_book(C) && C != Codes::BOOK;
     constexpr int TURN = LANES == 16 && GROUP ? GROUP / 8 : 1;  // pairs of words
-    constexpr int64_t VECTORS = bits_of(C);
+    constexpr int64_t UNIT_BYTES = unit_bytes(C);
     const int64_t block = matrix.block(), group = GROUP ? GROUP : matrix.group;
     const uint8_t* end = w + matrix.strip_bytes();
     const Scales kind = matrix.scales();
@@ -421,7 +423,15 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
     };
     for (int64_t k0 = 0; k0 < matrix.k; k0 += block) {
         const int64_t n_k = matrix.k - k0 < block ? matrix.k - k0 : block, n_groups = (n_k + group - 1) / group;
-        const uint8_t* scales_at = w + matrix.code_bytes(n_k);
+        const uint8_t *scales_at = w + matrix.code_bytes(n_k), *at = w;
+        alignas(64) uint8_t made[C == Codes::BOOK ? BLOCK * STRIP : 64];
+        w16 words_of_unit[8];
+        if constexpr (C == Codes::BOOK) {
+            if constexpr (FETCH > 0)
+                for (int64_t v = 0; v < matrix.code_bytes(n_k) + matrix.scale_bytes(n_k); v += 64) __builtin_prefetch(w + v + ahead, 0, 3);
+            unpack_units(matrix.codes(), w, n_k / UNIT, made);
+            at = made;
+        }
         // Of K where they are needed: a call for all of a block would send the sums to memory and back.
         const BlockScales<KIND> of_block(scales_at);
         v16 scales[MOST_GROUPS], leasts[MOST_GROUPS];
@@ -447,7 +457,9 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
             w16 codes[2 * TURN];
             const v16 scale = last ? scale_of(in_block) : v16{}, least = last ? least_of(in_block) : v16{};
 #pragma GCC unroll 4
-            for (int j = 0; j < TURN; j++) load_codes<C>(w, i + j, codes[2 * j], codes[2 * j + 1]);
+            for (int j = 0; j < TURN; j++)
+                if constexpr (BY_UNIT) codes[2 * j] = words_of_unit[2 * (i + j)], codes[2 * j + 1] = words_of_unit[2 * (i + j) + 1];
+                else load_codes<C>(at, i + j, codes[2 * j], codes[2 * j + 1]);
             // Clang, left to itself, carries it over the groups in registers that it does not have.
             if constexpr (MR > 1 && TURN == 1)
                 if (last) asm("" : "+m"(total));
@@ -468,14 +480,20 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
             if (last) x_scale += MR, start += MR;
         };
         auto next_unit = [&] {
-            if constexpr (FETCH > 0)
+            if constexpr (FETCH > 0 && C != Codes::BOOK)
 #pragma GCC unroll 8
-                for (int64_t v = 0; v < VECTORS; v += FETCH) __builtin_prefetch(w + v * 64 + ahead, 0, TO_FIRST<C, MR> ? 3 : 2);
-            w += VECTORS * 64;
+                for (int64_t v = 0; v < UNIT_BYTES; v += 64 * FETCH) __builtin_prefetch(at + v + ahead, 0, TO_FIRST<C, MR> ? 3 : 2);
+            at += UNIT_BYTES;
+        };
+        auto unpack = [&]() __attribute__((always_inline)) {
+#if defined(__AVX512VBMI__)
+            if constexpr (BY_UNIT) unpack_unit<C>(at, words_of_unit);
+#endif
         };
         if constexpr (GROUP != 0) {
             constexpr int PAIRS = GROUP / 8;  // of a group
             for (int64_t i = 0; i < n_groups; i += UNIT / GROUP) {
+                unpack();
 #pragma GCC unroll 4
                 for (int j = 0; j < UNIT / 8; j += TURN) turn(j, j % PAIRS == 0, j % PAIRS == PAIRS - TURN, i + j / PAIRS);
                 next_unit();
@@ -485,7 +503,8 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
                 const int64_t stop = (i + 1) * group < n_k ? (i + 1) * group : n_k;
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; m++) acc[m] = BIASED ? begin(m) : splat_int(0);
-                for (int64_t at = i * group; at < stop; at += UNIT) {
+                for (int64_t k = i * group; k < stop; k += UNIT) {
+                    unpack();
                     turn(0, false, false, i), turn(1, false, false, i), turn(2, false, false, i), turn(3, false, false, i);
                     next_unit();
                 }
@@ -495,7 +514,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
                 x_scale += MR, start += MR;
             }
         }
-        w += matrix.scale_bytes(n_k);
+        w = scales_at + matrix.scale_bytes(n_k);
     }
     for (int m = 0; m < MR; m++) out[m][0] = total[m];
 }
@@ -553,6 +572,12 @@ static inline void multiply_few(const Rows& x, int64_t n_rows, const Matrix& mat
         for (; s0 + TURNS <= s1; s0 += TURNS) multiply_tile<T, MR, TURNS, FETCH, true>(x, matrix, s0, 0, TURNS * matrix.strip_bytes(), out);
         for (; s0 < s1; s0++) multiply_tile<T, MR, 1, EVERY<T::CODES, MR>, true>(x, matrix, s0, 0, AHEAD<T::CODES, MR>, out);
     });
+}
+
+// Strips [s0, s1) of integers for one row.
+template <class T>
+static inline void multiply_one(const Rows& x, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
+    for (; s0 < s1; s0++) multiply_tile<T, 1, 1, EVERY<T::CODES, 1>>(x, matrix, s0, 0, AHEAD<T::CODES, 1>, out);
 }
 
 // Strips [s0, s1) for all n_rows rows of x.

@@ -118,11 +118,11 @@ void quantise_int4(const Group& group, bool symmetric, uint8_t* out) {
 // Rows that are quantised already, put into strips. codes u8 [N, K]; scale, least and outer: what Quantised of
 // deltic/ops/formats.py holds, a row after another, null where the format has none; w (packed: data, format, N, K, group)
 KERNEL(deltic_pack_codes, const uint8_t* codes, const uint8_t* scale, const uint8_t* least, const uint8_t* outer, Matrix w) {
-    constexpr int64_t SCALE[] = {0, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1}, LEAST[] = {0, 0, 2, 0, 2, 1, 0, 1, 0, 1, 0, 0};
+    constexpr int64_t SCALE[] = {0, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1}, LEAST[] = {0, 0, 2, 0, 2, 1, 0, 1, 0, 1, 0, 0, 0};
     const Scales kind = w.scales();
     const int64_t n_scale = SCALE[(int64_t)kind], n_least = LEAST[(int64_t)kind], groups = w.n_groups();
-    const int64_t n_outer = kind == Scales::K ? 2 : kind == Scales::K_LEAST ? 4 : 0;  // bytes of a block
-    const int64_t at_scale = kind == Scales::K ? 32 : kind == Scales::K_LEAST ? 64 : 0;
+    const int64_t n_outer = kind == Scales::K || kind == Scales::K_EIGHTH ? 2 : kind == Scales::K_LEAST ? 4 : 0;  // bytes of a block
+    const int64_t at_scale = 16 * n_outer;
     const int64_t a_group = STRIP * (n_scale + n_least);
     parallel_for(w.n_strips(), [&](int64_t strip, int) {
         uint8_t* out = (uint8_t*)w.data + strip * w.strip_bytes();
@@ -134,7 +134,7 @@ KERNEL(deltic_pack_codes, const uint8_t* codes, const uint8_t* scale, const uint
                 uint32_t words[8][STRIP] = {};
                 for (int64_t lane = 0; lane < n_rows; lane++)
                     for (int64_t j = 0; j < 8; j++) memcpy(&words[j][lane], codes + (strip * STRIP + lane) * w.k + k0 + i + 4 * j, 4);
-                put_unit(w.codes(), words, out + i / UNIT * 64 * bits_of(w.codes()));
+                put_unit(w.codes(), words, out + i / UNIT * unit_bytes(w.codes()));
             }
             for (int64_t lane = 0; lane < n_rows; lane++) {
                 const int64_t row = strip * STRIP + lane, g0 = row * groups + k0 / w.group;

@@ -6,8 +6,11 @@ order of the file (`gguf_config.tiled_value_heads`), and what Next interleaves b
 has it: in_proj_qkv and in_proj_z apart, in_proj_ba interleaved. Of a vision tower only the patch embedding
 is changed: a tensor for each of a patch's two frames.
 
-Source: llama.cpp's converter of the family (of towers: its Qwen3VLVisionModel), and its quantised blocks
-(ggml-common.h, ggml-quants.c).
+NVFP4 may have a tensor `X.scale` beside `X.weight`, float32 [1] or of each expert, by which its weights are
+multiplied, and `X.input_scale`, which is not used: rows are rounded by groups of their own.
+
+Source: llama.cpp's converter of the family (of towers: its Qwen3VLVisionModel). Blocks are in
+models/gguf_blocks.py.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import PLAIN, QUANTISED, Gguf, GgufTensor
+from deltic.models.gguf_blocks import decoded
 from deltic.models.gguf_config import n_trunk_layers, vision_config
 from deltic.models.mapped import Header, MappedFiles
 from deltic.models.stored import StoredTensor
@@ -110,8 +114,13 @@ def stored_tensors(model: Gguf, unused: tuple[str, ...] = ()) -> dict[str, Store
     """
     files, n_layers = MappedFiles(), n_trunk_layers(model)
     found: dict[str, StoredTensor] = {}
+    nvfp4 = {name.removesuffix("weight") for name, tensor in model.tensors.items() if tensor.type == "NVFP4"}
     for tensor in model.tensors.values():
-        whole = Rows(tensor, files, tensor.shape)
+        base, dot, last = tensor.name.rpartition(".")
+        if last in ("scale", "input_scale") and base + dot in nvfp4:
+            continue
+        scale = model.tensors.get(f"{base}.scale") if tensor.type == "NVFP4" else None
+        whole = Rows(tensor, files, tensor.shape, factors=None if scale is None else _factors(scale, tensor, files))
         for name, stored in _renamed(whole, n_layers):
             if not name.startswith(unused):
                 _check_type(tensor)
@@ -127,6 +136,19 @@ def _check_type(tensor: GgufTensor) -> None:
             f"{tensor.where} is quantised as {tensor.type}, which is not supported; supported: "
             f"{', '.join(PLAIN + QUANTISED)}"
         )
+
+
+def _factors(scale: GgufTensor, tensor: GgufTensor, files: MappedFiles) -> Array:
+    """float32 [1 or experts]: what the weights of a tensor are multiplied by. Raises CheckpointError."""
+    if scale.type != "F32" or scale.shape not in ((1,), tensor.shape[:-2]):
+        raise CheckpointError(
+            f"{scale.where} is {scale.type} {list(scale.shape)}; expected F32 [1], or one for each expert of "
+            f"{tensor.name!r}; get the file anew"
+        )
+    factors = files.read(Header(scale.file, scale.shape, "F32", scale.begin, scale.end))
+    if not np.isfinite(factors).all() or (factors <= 0).any():
+        raise CheckpointError(f"{scale.where} has scales that are not finite, or not above 0; get the file anew")
+    return factors
 
 
 def tower_tensors(model: Gguf) -> dict[str, StoredTensor]:
@@ -169,6 +191,8 @@ class Rows:
     """First row in the tensor."""
     change: Callable[[Array], Array] | None = None
     """Makes the checkpoint's values of the stored ones, float32 of float32."""
+    factors: Array | None = None
+    """Factors of the weights, of each expert or one of all."""
 
     @property
     def where(self) -> str:
@@ -190,7 +214,10 @@ class Rows:
         at = tensor.begin + (self.first + begin) * n_bytes
         if self.format is not None:
             header = Header(tensor.file, (n * n_bytes,), "U8", at, at + n * n_bytes)
-            return decoded(tensor.type, self.files.read(header).reshape(n, n_bytes), tensor.where)
+            factor = 1.0
+            if self.factors is not None:
+                factor = self.factors[self.first * len(self.factors) // n_rows]
+            return decoded(tensor.type, self.files.read(header).reshape(n, n_bytes), tensor.where, factor)
         rows = self.files.read(Header(tensor.file, (n, k), tensor.type, at, at + n * n_bytes))
         if self.change is None:
             return rows
@@ -329,99 +356,3 @@ def _log_decay(values: Array) -> Array:
     """-exp(A_log) to A_log; what is not negative to what is not finite."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.log(-values.astype(np.float64)).astype(np.float32)
-
-
-_BLOCKS: dict[str, list[tuple[str, str, int]]] = {
-    "Q8_0": [("d", "<f2", 1), ("qs", "i1", 32)],
-    "Q4_0": [("d", "<f2", 1), ("qs", "u1", 16)],
-    "Q4_1": [("d", "<f2", 1), ("m", "<f2", 1), ("qs", "u1", 16)],
-    "Q5_0": [("d", "<f2", 1), ("qh", "u1", 4), ("qs", "u1", 16)],
-    "Q5_1": [("d", "<f2", 1), ("m", "<f2", 1), ("qh", "u1", 4), ("qs", "u1", 16)],
-    "Q2_K": [("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2", 2)],
-    "Q3_K": [("qh", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2", 1)],
-    "Q4_K": [("d", "<f2", 2), ("scales", "u1", 12), ("qs", "u1", 128)],
-    "Q5_K": [("d", "<f2", 2), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)],
-    "Q6_K": [("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2", 1)],
-    "IQ4_NL": [("d", "<f2", 1), ("qs", "u1", 16)],
-    "IQ4_XS": [("d", "<f2", 1), ("scales_h", "<u2", 1), ("scales_l", "u1", 4), ("qs", "u1", 128)],
-    "MXFP4": [("e", "u1", 1), ("qs", "u1", 16)],
-}
-"""The parts of a block in their order: name, type, how many."""
-
-_RUN = {"Q2_K": 32, "Q3_K": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 64}
-"""Bytes of codes whose lowest bits are consecutive weights, before those of the next bits come; else 16."""
-
-
-def decoded(type: str, data: Array, where: str) -> Quantised:
-    """Codes and scales of rows of blocks, uint8 [n, bytes of a row].
-
-    Raises CheckpointError for scales that are not finite, with `where`.
-    """
-    blocks = np.ascontiguousarray(data).view([(name, kind, (n,)) for name, kind, n in _BLOCKS[type]])
-    format, parts = WEIGHT_FORMATS[type], {name for name, *_ in _BLOCKS[type]}
-    floats = [blocks[name] for name in ("d", "m") if name in parts]
-    exponents = [blocks["e"]] if "e" in parts else []
-    if not all(np.isfinite(each).all() for each in floats) or any((each == 0xFF).any() for each in exponents):
-        raise CheckpointError(f"{where} has scales that are not finite; the file is damaged, get it anew")
-    is_k = "scales" in parts or "scales_h" in parts
-    inner = _inner_scales(type, blocks) if is_k else floats + exponents
-    outer = np.ascontiguousarray(floats[0]) if is_k else None
-    flat = [
-        np.ascontiguousarray(part.reshape(len(data), math.prod(part.shape[1:])))
-        for part in (_codes(type, blocks), *inner)
-    ]
-    return Quantised(format, flat[0], flat[1], flat[2] if len(flat) > 2 else None, outer)
-
-
-def _codes(type: str, blocks: Array) -> Array:
-    """uint8 [n, blocks, weights of a block]."""
-    low = blocks["qs"]
-    if type == "Q8_0":
-        return np.ascontiguousarray(low).view(np.uint8)
-    n_low = 2 if type in ("Q2_K", "Q3_K") else 4
-    codes = _planes(low, _RUN.get(type, 16), n_low)
-    if type in ("Q5_0", "Q5_1"):
-        codes |= np.unpackbits(blocks["qh"], axis=-1, bitorder="little") << 4
-    elif type in ("Q3_K", "Q5_K", "Q6_K"):
-        codes |= _planes(blocks["qh"], 32, 2 if type == "Q6_K" else 1, up=n_low)
-    return codes
-
-
-def _planes(packed: Array, run: int, n_bits: int, up: int = 0) -> Array:
-    """Values of n_bits out of bytes, shifted up by some bits: of each `run` of bytes first all lowest bits,
-    then all next ones, and so on.
-    """
-    n, n_blocks, size = packed.shape
-    width = 8 if run % 8 == 0 else run  # bytes that are shifted at once
-    words = np.ascontiguousarray(packed).view(f"u{width}").reshape(-1, run // width)
-    wide, mask = words.dtype.type, int.from_bytes(bytes([(1 << n_bits) - 1]) * width, "little")
-    values = np.empty((len(words), 8 // n_bits, run // width), wide)
-    for i in range(8 // n_bits):
-        plane = words >> wide(i * n_bits)
-        plane &= wide(mask)
-        np.left_shift(plane, wide(up), out=values[:, i])
-    return values.view(np.uint8).reshape(n, n_blocks, size * (8 // n_bits))
-
-
-def _inner_scales(type: str, blocks: Array) -> list[Array]:
-    """The integer scales of k formats and, where they have them, least values, [n, blocks, groups of a
-    block] each.
-    """
-    if type == "IQ4_XS":
-        high = blocks["scales_h"] >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
-        scale = _planes(blocks["scales_l"], 1, 4) | high.astype(np.uint8) << 4
-        return [scale.view(np.int8) - np.int8(32)]
-    packed = blocks["scales"]
-    if type == "Q6_K":
-        return [packed]
-    if type == "Q2_K":
-        return [packed & np.uint8(15), packed >> np.uint8(4)]
-    if type == "Q3_K":
-        scale = _planes(packed[..., :8], 8, 4) | _planes(packed[..., 8:], 4, 2, up=4)
-        return [scale.view(np.int8) - np.int8(32)]
-    # Q4_K and Q5_K: 6 bits each. Bytes 0 to 3 are scales 0 to 3, bytes 4 to 7 least values 0 to 3; the others
-    # have their lower bits in bytes 8 to 11, and their upper two above those of the first.
-    first, rest = packed[..., :8], packed[..., 8:]
-    last = np.concatenate([rest & np.uint8(15), rest >> np.uint8(4)], axis=-1) | first >> np.uint8(2) & np.uint8(48)
-    first = first & np.uint8(63)
-    return [np.concatenate([first[..., i : i + 4], last[..., i : i + 4]], axis=-1) for i in (0, 4)]

@@ -6,12 +6,15 @@ of weights along K shares. Every format that is published is one choice of codes
     codes    uint2 .. uint6   unsigned; without a least value 2^(bits - 1), half their range, is subtracted
              int8             signed
              iq4, e2m1        an index of 4 bits into a table of signed integers (of e2m1: twice its values)
+             iq1, iq2, iq3    an index into a codebook: 8 or 4 weights, which have signs (`Codebook`)
+             sign             a sign alone: 1 or -1
              e4m3             an 8-bit float
              bf16             the weight itself, no scale
     scales   float32, float16, bfloat16: the scale itself; with ".least": and the least value;
              with ".zero": and the code that stands for 0 (uint8, of int8 codes int8 as its bits)
              k                scale = outer * an int8; outer is float16, one for 256 weights
              k.least          scale = outer * a uint8, least = -outer' * a uint8
+             k.eighth         an eighth of k: codebooks count in eighths
              e8m0             2^(byte - 128): half of what the byte says, since e2m1 counts in halves
              e4m3             an 8-bit float * outer / outer', float32, of the row, halved likewise
 
@@ -28,7 +31,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -37,24 +41,65 @@ from numpy.typing import DTypeLike
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 
-Codes = Literal["bf16", "int8", "uint4", "uint5", "uint6", "uint2", "uint3", "iq4", "e2m1", "e4m3"]
+Codes = Literal[
+    "bf16", "int8", "uint4", "uint5", "uint6", "uint2", "uint3", "iq4", "e2m1", "e4m3", "iq1", "iq2_xxs", "iq2_xs",
+    "iq2_s", "iq3_xxs", "iq3_s", "sign",
+]  # fmt: skip
 Scales = Literal[
     "none", "float32", "bfloat16.least", "float16", "float16.least", "float16.zero", "bfloat16", "bfloat16.zero",
-    "k", "k.least", "e8m0", "e4m3",
+    "k", "k.least", "e8m0", "e4m3", "k.eighth",
 ]  # fmt: skip
 
-CODES: tuple[Codes, ...] = ("bf16", "int8", "uint4", "uint5", "uint6", "uint2", "uint3", "iq4", "e2m1", "e4m3")
-SCALES: tuple[Scales, ...] = (
-    "none", "float32", "bfloat16.least", "float16", "float16.least", "float16.zero", "bfloat16", "bfloat16.zero",
-    "k", "k.least", "e8m0", "e4m3",
-)  # fmt: skip
-"""Kinds of scales, in the order of the numbers that csrc/matrix.h gives them."""
+CODES: tuple[Codes, ...] = get_args(Codes)
+SCALES: tuple[Scales, ...] = get_args(Scales)
+"""Kinds of codes and of scales, in the order of the numbers that csrc/format.h gives them."""
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """2^bits entries of `width` weights each, as levels. An index of iq1 has one bit more: its offset."""
+
+    bits: int
+    width: int
+    has_signs: bool = True
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of an index above the lower 8, with the offset."""
+        return max(self.bits - 8, 0) + (not self.has_signs)
+
+
+CODEBOOKS = {
+    "iq1": Codebook(11, 8, has_signs=False), "iq2_xxs": Codebook(8, 8), "iq2_xs": Codebook(9, 8),
+    "iq2_s": Codebook(10, 8), "iq3_xxs": Codebook(8, 4), "iq3_s": Codebook(9, 4), "sign": Codebook(0, 8),
+}  # fmt: skip
+"""ggml's, and the book of one entry. A code a byte is here: of the first weights of an entry the lower and
+the upper byte of the index, and the signs, one bit a weight (`entries_of`).
+"""
+
+_BOOKS = np.fromfile(Path(__file__).with_name("codebooks.bin"), "<u2")
+"""The entries of all books in the order of CODES: 8 levels of 2 bits, or 4 of 4. Source: ggml-common.h.
+"""
+
+
+def _with_signs(*levels: int) -> tuple[int, ...]:
+    padded = levels + (0,) * (8 - len(levels))
+    return padded + tuple(-level for level in padded)
+
 
 TABLES = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq1": (-7, 1, 9, 0, -9, -1, 7, 0) * 2,
+    "iq2_xxs": _with_signs(8, 25, 43),
+    "iq2_xs": _with_signs(8, 25, 43),
+    "iq2_s": _with_signs(8, 25, 43),
+    "iq3_xxs": _with_signs(8, 24, 40, 56, 72, 88, 104, 124),
+    "iq3_s": _with_signs(8, 24, 40, 56, 72, 88, 104, 120),
+    "sign": _with_signs(1),
 }
-"""Values that an index stands for. iq4: ggml's kvalues_iq4nl. e2m1: twice the values of the OCP FP4 format.
+"""Values that an index of 4 bits stands for. iq4: ggml's kvalues_iq4nl. e2m1: twice the values of the OCP FP4
+format. Of a codebook the index is a level, and above it the sign, in iq1 the offset.
 """
 
 FLOATS = ("bf16", "e4m3")
@@ -66,7 +111,11 @@ OUTER = 256
 BLOCK_ROWS = 128
 """Rows that share their scales in e4m3, as published and as --quantize makes it."""
 
-_BITS = {"bf16": 16, "int8": 8, "e4m3": 8, "iq4": 4, "e2m1": 4} | {f"uint{n}": n for n in range(2, 7)}
+_BITS: dict[str, float] = (
+    {"bf16": 16, "int8": 8, "e4m3": 8, "iq4": 4, "e2m1": 4}
+    | {f"uint{n}": n for n in range(2, 7)}
+    | {name: ((8 if b.bits else 0) + b.high_bits) / b.width + b.has_signs for name, b in CODEBOOKS.items()}
+)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -80,8 +129,8 @@ class WeightFormat:
     group: int
 
     @cached_property
-    def bits(self) -> int:
-        """Bits of a code."""
+    def bits(self) -> float:
+        """Bits of a code: of a codebook a share of its index, and the sign."""
         return _BITS[self.codes]
 
     @property
@@ -92,14 +141,14 @@ class WeightFormat:
     @property
     def zero(self) -> int:
         """Value that is subtracted from codes."""
-        return 0 if self.has_least or not self.codes.startswith("uint") else 1 << (self.bits - 1)
+        return 0 if self.has_least or not self.codes.startswith("uint") else 1 << (int(self.codes[-1]) - 1)
 
     @property
     def dtypes(self) -> tuple[DTypeLike, DTypeLike | None, DTypeLike | None]:
         """Types of the scales, the least values or zeros, and the outer scales."""
         kind, _, with_ = self.scales.partition(".")
         if kind == "k":
-            return (np.uint8, np.uint8, np.float16) if with_ else (np.int8, None, np.float16)
+            return (np.uint8, np.uint8, np.float16) if with_ == "least" else (np.int8, None, np.float16)
         if kind in ("e8m0", "e4m3"):
             return np.uint8, None, np.float32 if kind == "e4m3" else None
         number = bfloat16 if kind == "bfloat16" else np.dtype(kind)
@@ -112,8 +161,8 @@ class WeightFormat:
         """Sizes of one row's scales, least values and outer scales."""
         _, least, outer = self.dtypes
         groups = (self.n_groups(k),)
-        by_k = {"k": (-(-k // OUTER), 1), "k.least": (-(-k // OUTER), 2), "e4m3": (2,)}
-        return groups, None if least is None else groups, None if outer is None else by_k[self.scales]
+        by_k = (2,) if self.scales == "e4m3" else (-(-k // OUTER), 2 if self.has_least else 1)
+        return groups, None if least is None else groups, None if outer is None else by_k
 
 
 @dataclass(frozen=True)
@@ -193,7 +242,7 @@ class Quantised:
         if f.scales.startswith("k"):
             assert self.outer is not None
             outer = np.repeat(self.outer.astype(f32), OUTER // f.group, axis=1)[:, : scale.shape[1]]
-            scale = outer[..., 0] * scale
+            scale = outer[..., 0] * scale * f32(0.125 if f.scales == "k.eighth" else 1)
             return scale, None if least is None else -(outer[..., 1] * least)
         if f.scales.endswith(".zero"):
             assert self.least is not None
@@ -210,12 +259,75 @@ class Quantised:
         elif f.codes == "e4m3":
             codes = self.codes.view(_E4M3).astype(f32)
         elif f.codes in TABLES:
-            codes = np.array(TABLES[f.codes], f32)[self.codes]
+            indices = _indices(f.codes, self.codes) if f.codes in CODEBOOKS else self.codes
+            codes = np.array(TABLES[f.codes], f32)[indices]
         else:
             codes = self.codes.astype(f32) - f32(f.zero)
         scale, least = self.scales()
         product: Array = np.repeat(scale, f.group or k, axis=1)[:, :k] * codes
         return product if least is None else product + np.repeat(least, f.group or k, axis=1)[:, :k]
+
+
+def book_of(codes: str) -> Array:
+    """uint8 [2^bits, width]: the levels of a codebook's entries."""
+    book = CODEBOOKS[codes]
+    first = sum(1 << other.bits for name, other in CODEBOOKS.items() if CODES.index(name) < CODES.index(codes))
+    if not book.bits:
+        return np.zeros((1, book.width), np.uint8)
+    bits = 16 // book.width
+    levels = _BOOKS[first : first + (1 << book.bits), None] >> np.arange(0, 16, bits).astype(np.uint16) & (
+        (1 << bits) - 1
+    )
+    return levels.astype(np.uint8)
+
+
+def book_planes(codes: str) -> tuple[int, int, int, int]:
+    """Bytes of 32 weights in rows, on a GPU: of the lower 8 bits of indices, of the bits above, and of signs;
+    and of the whole book, in pairs of levels.
+    """
+    book = CODEBOOKS[codes]
+    entries = 32 // book.width if book.bits else 0
+    return entries, -(-entries * book.high_bits // 8), 4 * book.has_signs, entries and book.width // 2 << book.bits
+
+
+def entries_of(codes: str, index: Array | None, signs: Array | None) -> Array:
+    """uint8 [..., K]: a codebook's codes as Quantised has them, of indices uint16 [..., K / width] and signs
+    uint8 [..., K / 8], 1 where a weight is negative.
+    """
+    book = CODEBOOKS[codes]
+    if signs is not None and book.width == 4:
+        signs = np.stack([signs & 15, signs >> 4], axis=-1).reshape(*signs.shape[:-1], 2 * signs.shape[-1])
+    some = signs if index is None else index
+    assert some is not None
+    entries = np.zeros((*some.shape, book.width), np.uint8)
+    if index is not None:
+        entries[..., 0], entries[..., 1] = index & 0xFF, index >> 8
+    if signs is not None:
+        entries[..., 2] = signs
+    return entries.reshape(*some.shape[:-1], some.shape[-1] * book.width)
+
+
+def codes_in(codes: Codes, any: Array) -> Array:
+    """uint8 [n, K]: the bytes without the bits that no code has."""
+    if codes not in CODEBOOKS:
+        return any & np.uint8((1 << min(int(_BITS[codes]), 8)) - 1)
+    found = any.copy()
+    found.reshape(len(any), -1, CODEBOOKS[codes].width)[..., 1] &= (1 << CODEBOOKS[codes].high_bits) - 1
+    return found
+
+
+def _indices(codes: str, entries: Array) -> Array:
+    """uint8 [n, K]: indices into the table of a codebook, of its entries [n, K]."""
+    book = CODEBOOKS[codes]
+    each = entries.reshape(len(entries), entries.shape[1] // book.width, book.width)
+    index = each[..., 0] | each[..., 1].astype(np.uint16) << 8
+    levels = book_of(codes)[index & ((1 << book.bits) - 1)]
+    if book.has_signs:
+        above = (each[..., 2:3] >> np.arange(book.width, dtype=np.uint8) & 1) << 3
+    else:
+        above = (index >> book.bits << 2).astype(np.uint8)[..., None]
+    found: Array = (levels | above).reshape(entries.shape)
+    return found
 
 
 def _formats() -> dict[str, WeightFormat]:
@@ -241,6 +353,17 @@ def _formats() -> dict[str, WeightFormat]:
         ("IQ4_XS", "iq4", "k", 32),
         ("MXFP4", "e2m1", "e8m0", 32),
         ("NVFP4", "e2m1", "e4m3", 16),
+        ("IQ1_S", "iq1", "k.eighth", 32),
+        ("IQ1_M", "iq1", "k.eighth", 16),
+        ("IQ2_XXS", "iq2_xxs", "k.eighth", 32),
+        ("IQ2_XS", "iq2_xs", "k.eighth", 16),
+        ("IQ2_S", "iq2_s", "k.eighth", 16),
+        ("IQ3_XXS", "iq3_xxs", "k.eighth", 32),
+        ("IQ3_S", "iq3_s", "k.eighth", 32),
+        ("TQ1_0", "uint2", "float16", 256),
+        ("TQ2_0", "uint2", "float16", 256),
+        ("Q2_0", "uint2", "float16", 64),
+        ("Q1_0", "sign", "float16", 128),
         # e4m3 with one scale a row (or a tensor: the same for every row).
         ("fp8-row", "e4m3", "float32", 0),
     ]

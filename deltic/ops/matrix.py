@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
-from deltic.ops.formats import CODES, SCALES, Quantised, WeightFormat
+from deltic.ops.formats import CODEBOOKS, CODES, SCALES, Quantised, WeightFormat, book_planes
 
 PANEL = 16
 """Rows of a panel. A panel of a convolution has 32 (ops/cpu/vocoder.py)."""
@@ -38,9 +38,9 @@ Layout = Literal["panels", "rows"]
 
 _GROUP_BYTES = {
     "float32": 64, "bfloat16.least": 64, "float16": 32, "bfloat16": 32, "float16.least": 64, "float16.zero": 48,
-    "bfloat16.zero": 48, "k": 16, "k.least": 32, "e8m0": 16, "e4m3": 16,
+    "bfloat16.zero": 48, "k": 16, "k.least": 32, "e8m0": 16, "e4m3": 16, "k.eighth": 16,
 }  # fmt: skip
-_BLOCK_BYTES = {"k": 32, "k.least": 64}
+_BLOCK_BYTES = {"k": 32, "k.least": 64, "k.eighth": 32}
 _BLOCK, _TAIL_BYTES = 256, 128
 _PLANE = 256
 """Bytes: where the parts of a matrix in rows begin, at a multiple of them."""
@@ -66,7 +66,7 @@ class Segment:
         if layout == "rows":
             last, size = list(planes(n, k, format).values())[-1]
             return last + (size if format.codes == "bf16" else -(-size // _PLANE) * _PLANE)
-        panel = k * PANEL * format.bits // 8
+        panel = int(k * PANEL * format.bits) // 8
         if format.scales != "none":
             block = format.group or k if format.scales in ("float32", "bfloat16.least") or not format.group else _BLOCK
             panel += format.n_groups(k) * _GROUP_BYTES[format.scales]
@@ -77,7 +77,8 @@ class Segment:
     def arguments(self) -> tuple[Array, int, int, int, int]:
         """The arguments that a kernel reads (Matrix in csrc/format.h). Raises KernelError for one in rows."""
         check("matrix", self.layout == "panels", "a packed matrix; the CPU's kernels do not read rows")
-        code = CODES.index(self.format.codes) + 16 * SCALES.index(self.format.scales)
+        codes = CODES.index(self.format.codes)
+        code = codes % 16 + 16 * SCALES.index(self.format.scales) + 256 * (codes // 16)
         return self.data, code, self.n, self.k, self.format.group or self.k
 
     @property
@@ -131,10 +132,16 @@ class Segment:
 
 def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
     """Parts of n rows in the rows layout, (first byte, bytes) by name, in their order: the codes by the bits
-    that stand together (codes16, codes8, codes4, codes2, codes1), then scale, least, outer.
+    that stand together (codes16, codes8, codes4, codes2, codes1), of a codebook (`book_planes`) index, high,
+    codes1 (the signs) and book; then scale, least, outer.
     """
-    names = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[format.bits]
-    sizes = {f"codes{bits}": n * k * bits // 8 for bits in names}
+    if format.codes in CODEBOOKS:
+        *of_rows, book = book_planes(format.codes)
+        sizes = {name: n * k // 32 * size for name, size in zip(("index", "high", "codes1"), of_rows, strict=True)}
+        sizes = {name: size for name, size in (sizes | {"book": book}).items() if size}
+    else:
+        names = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[int(format.bits)]
+        sizes = {f"codes{bits}": n * k * bits // 8 for bits in names}
     if format.scales != "none":
         for name, size, dtype in zip(("scale", "least", "outer"), format.sizes(k), format.dtypes, strict=True):
             if size is not None and dtype is not None:

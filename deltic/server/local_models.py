@@ -28,8 +28,9 @@ FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 30: "IQ4_XS",
-    32: "BF16", 38: "MXFP4",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M",
+    30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 """general.file_type of a GGUF file."""
 
@@ -38,7 +39,7 @@ INDEX = "model.safetensors.index.json"
 MAX_DEPTH = 3
 """Folders below a directory that are looked into: owner, model and bits, as other programs lay them."""
 
-_BITS = re.compile(r"(?<![A-Za-z0-9])(UD-)?(I?Q\d\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECASE)
+_BITS = re.compile(r"(?<![A-Za-z0-9])(UD-)?([IT]?Q\d\w*|BF16|F16|F32|(?:MX|NV)FP4\w*)$", re.IGNORECASE)
 """Bits at the end of a GGUF file's name without its suffix."""
 
 

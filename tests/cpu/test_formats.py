@@ -34,7 +34,7 @@ from tests.tiny_quantised import RECIPES, meaning_of, tiny_quantised
 KINDS = ("dense", "moe", "next")
 TYPES = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "BF16",
-    "F16",
+    "F16", "NVFP4", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "TQ2_0", "TQ1_0", "Q1_0",
 )  # fmt: skip
 
 
@@ -46,6 +46,19 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
         return "IQ4_NL"
     kinds = {"v_proj": "Q6_K", "in_proj_z": "Q5_K", "in_proj_a": "Q8_0", "up_proj": "Q5_K", "down_proj": "Q6_K"}
     return next((kind for part, kind in kinds.items() if part in name), "Q4_K")
+
+
+def lowest(name: str, shape: tuple[int, ...]) -> str:
+    """Types as the lowest UD files have them: experts in codebooks, head and embedding, and some matrices in 16 bits."""
+    if len(shape) == 1 or "conv1d" in name or name.endswith(("mlp.gate.weight", "in_proj_b.weight")):
+        return "F32"
+    if shape[-1] % 256:
+        return "IQ4_NL"
+    kinds = {
+        "embed_tokens": "IQ3_S", "lm_head": "IQ2_S", "in_proj_z": "BF16", "in_proj_a": "F16", "gate_proj": "IQ2_XXS", "up_proj": "IQ1_M",
+        "gate_up_proj": "IQ2_XS", "down_proj": "IQ3_XXS", "o_proj": "IQ1_S", "v_proj": "Q6_K",
+    }  # fmt: skip
+    return next((kind for part, kind in kinds.items() if part in name), "Q2_K")
 
 
 def loaded(path: Path) -> tuple[Weights, ModelShape]:
@@ -72,8 +85,8 @@ def test_what_is_loaded_is_what_the_files_mean(kind: str, recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "type"),
-    by_turns(KINDS, [*TYPES, mixed], pytest.mark.long, whole=[mixed]),
-    ids=lambda value: value if isinstance(value, str) else "mixed",
+    by_turns(KINDS, [*TYPES, mixed, lowest], pytest.mark.long, whole=[mixed, lowest]),
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_rows_of_gguf_files_are_where_they_belong(kind: str, type: str) -> None:
     """Each stored row, dequantised by the reader alone, is in the part of the same name; in_proj is q k v | z | b | a."""
@@ -116,11 +129,12 @@ CHECKPOINTS = {
     "gptq": lambda: tiny_quantised("next", "gptq").path,
     "mixed-nvfp4": lambda: tiny_quantised("moe", "mixed-nvfp4").path,
     "gguf mixed": lambda: tiny_gguf("moe", mixed),
+    "gguf lowest": lambda: tiny_gguf("moe", lowest),
     "gguf Q8_0": lambda: tiny_gguf("dense", "Q8_0"),
     "gguf Q6_K": lambda: tiny_gguf("next", "Q6_K"),
 }
 every_checkpoint = pytest.mark.parametrize(
-    "name", grid(CHECKPOINTS, ("qwen-fp8", "gptq", "gguf mixed"), pytest.mark.long)
+    "name", grid(CHECKPOINTS, ("qwen-fp8", "gptq", "gguf mixed", "gguf lowest"), pytest.mark.long)
 )
 
 

@@ -188,7 +188,7 @@ def test_parts_that_are_not_run_may_be_in_any_format(tmp_path: Path) -> None:
 
 def test_parts_of_a_gguf_file_that_are_not_run(tmp_path: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
-        odd = np.zeros((4, 66), np.uint8), gguf.GGMLQuantizationType.IQ2_XXS
+        odd = np.zeros((4, 292), np.uint8), gguf.GGMLQuantizationType.Q8_K
         for name in ("v.blk.0.attn_qkv.weight", "blk.4.ffn_gate.weight", "blk.4.nextn.eh_proj.weight"):
             writer.add_tensor(name, odd[0], raw_dtype=odd[1])
         writer.add_block_count = None  # type: ignore[method-assign, assignment]
@@ -244,11 +244,11 @@ def test_a_server_says_why_and_ends(fault: str, tmp_path: Path, monkeypatch: pyt
         source = tiny_checkpoint("dense", layout="flat", experts="fused")
 
         def odd(writer: gguf.GGUFWriter) -> None:
-            data = np.zeros((4, 66), np.uint8)
-            writer.add_tensor("blk.0.ffn_odd.weight", data, raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
+            data = np.zeros((4, 292), np.uint8)
+            writer.add_tensor("blk.0.ffn_odd.weight", data, raw_dtype=gguf.GGMLQuantizationType.Q8_K)
 
         write_gguf(source, path, change=odd)
-        message = "'blk.0.ffn_odd.weight' is quantised as IQ2_XXS, which is not supported"
+        message = "'blk.0.ffn_odd.weight' is quantised as Q8_K, which is not supported"
     else:
         shutil.copyfile(tiny_gguf("dense"), path)
         monkeypatch.setenv("DELTIC_CONFIG", str(tmp_path / "deltic.toml"))

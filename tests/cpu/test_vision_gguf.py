@@ -210,10 +210,10 @@ def test_types_that_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "mmproj.gguf"
 
     def change(writer: gguf.GGUFWriter) -> None:
-        odd = np.zeros((4, 66), np.uint8)
-        writer.add_tensor("v.blk.2.attn_qkv.weight", odd, raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
+        odd = np.zeros((4, 292), np.uint8)
+        writer.add_tensor("v.blk.2.attn_qkv.weight", odd, raw_dtype=gguf.GGMLQuantizationType.Q8_K)
 
-    with pytest.raises(CheckpointError, match=r"'v\.blk\.2\.attn_qkv\.weight' is quantised as IQ2_XXS, which is not"):
+    with pytest.raises(CheckpointError, match=r"'v\.blk\.2\.attn_qkv\.weight' is quantised as Q8_K, which is not"):
         loaded(write_mmproj(path, random_tower(SIZES), SIZES, change=change))
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(CheckpointError, match="the download is not complete, or the file is damaged"):

@@ -26,7 +26,6 @@ from hypothesis import HealthCheck, given, settings
 
 from deltic.config import EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.guides import Guides, Vocabulary
-from deltic.models import gguf_tensors
 from deltic.models.checkpoint import (
     DEMO,
     locate,
@@ -40,6 +39,7 @@ from deltic.models.checkpoint import (
 )
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import QUANTISED, TYPES, chosen, gguf_in, open_gguf, tower_beside
+from deltic.models.gguf_blocks import BLOCKS, decoded
 from deltic.models.gguf_config import document
 from deltic.models.gguf_tensors import stored_tensors
 from deltic.models.hub import DownloadFailed, is_hub_name
@@ -48,7 +48,7 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import declare_weights
 from deltic.models.stored import formats_of
 from deltic.ops.arrays import Array
-from deltic.ops.formats import Quantised
+from deltic.ops.formats import CODEBOOKS, TABLES, Quantised, book_of, codes_in
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.downloads import fetched
 from deltic.server.serve import Served, _service
@@ -58,7 +58,7 @@ from tests.fake_engine import FakeEngineClient
 from tests.fake_hub import hub_with
 from tests.null.test_serve import server_of
 from tests.tiny import HIDDEN, VOCAB_SIZE, tiny_checkpoint
-from tests.tiny_gguf import blocks_of, checkpoint_values, mtp_values, tiled, tiny_gguf, write_gguf
+from tests.tiny_gguf import checkpoint_values, mtp_values, tiled, tiny_gguf, write_gguf
 
 TYPE = gguf.GGMLQuantizationType
 
@@ -72,23 +72,48 @@ def all_of(tensor: Any) -> Array:
 
 def test_types_are_those_of_the_package() -> None:
     published = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in TYPE}
-    assert {number: said for number, said in published.items() if number in TYPES} == TYPES
+    found = {number: said for number, said in published.items() if number in TYPES}
+    assert found | {42: ("Q2_0", 64, 18)} == TYPES, "Q2_0 is newer than the package: llama.cpp's ggml-common.h"
+
+
+def random_blocks(type: str, seed: int) -> Array:
+    """uint8 [64, 1024 / block, bytes]: every bit pattern that a file may have."""
+    generator = np.random.default_rng(seed)
+    block, n_bytes = next(sizes for name, *sizes in TYPES.values() if name == type)
+    data = generator.integers(0, 256, (64, 1024 // block, n_bytes), np.uint8)
+    parts = data.view([(name, kind, (n,)) for name, kind, n in BLOCKS[type]])
+    for name in {"d", "m"} & set(parts.dtype.names):
+        parts[name] = generator.normal(0, 1, parts[name].shape) * 10.0 ** generator.integers(-6, 3, parts[name].shape)
+    if "e" in parts.dtype.names:  # above, weights are infinite, or no numbers
+        parts["e"] = generator.integers(0, 127 if type == "NVFP4" else 250, parts["e"].shape)
+    if type == "IQ1_M":  # not the bits of an infinite number
+        parts["scales"][..., 3] &= 0xBFFF
+    if type == "TQ2_0":
+        parts["qs"] = parts["qs"] & ~(parts["qs"] >> 1 & 0x55)
+    return data.reshape(64, -1)
+
+
+def published_values(type: str, data: Array) -> Array:
+    """float32 [n, K]. The package does not dequantise two types; theirs is what llama.cpp's ggml-quants.c does."""
+    if type not in ("Q1_0", "Q2_0"):
+        return np.asarray(gguf.quants.dequantize(data, TYPE[type]))
+    blocks = data.reshape(len(data), -1, 18)
+    d, codes = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32), blocks[..., 2:]
+    if type == "Q1_0":
+        values = np.where(np.unpackbits(codes, axis=-1, bitorder="little"), d, -d)
+    else:
+        values = (
+            (codes[..., None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(*d.shape[:2], -1) - np.float32(1)
+        ) * d
+    return values.reshape(len(data), -1)
 
 
 @pytest.mark.parametrize("type", QUANTISED)
 def test_blocks_mean_what_the_package_says(type: str) -> None:
     """To the bit, for every bit pattern of codes and scales."""
-    generator = np.random.default_rng(QUANTISED.index(type))
-    block, n_bytes = gguf.GGML_QUANT_SIZES[TYPE[type]]
-    data = generator.integers(0, 256, (64, 1024 // block, n_bytes), np.uint8)
-    parts = data.view([(name, kind, (n,)) for name, kind, n in gguf_tensors._BLOCKS[type]])
-    for name in {"d", "m"} & set(parts.dtype.names):
-        parts[name] = generator.normal(0, 1, parts[name].shape) * 10.0 ** generator.integers(-6, 3, parts[name].shape)
-    if type == "MXFP4":
-        parts["e"] = generator.integers(0, 250, parts["e"].shape)  # above, weights are infinite
-    data = data.reshape(64, -1)
-    rows = gguf_tensors.decoded(type, data, "a tensor")
-    published = gguf.quants.dequantize(data, TYPE[type])
+    data = random_blocks(type, QUANTISED.index(type))
+    rows = decoded(type, data, "a tensor")
+    published = published_values(type, data)
     zero = np.float32(0)  # its sign aside
     assert np.array_equal((rows.values() + zero).view(np.int32), (published + zero).view(np.int32))
     for part, dtype, size in zip(
@@ -98,18 +123,70 @@ def test_blocks_mean_what_the_package_says(type: str) -> None:
             assert part is None and size is None
         else:
             assert (part.dtype, part.shape) == (np.dtype(dtype), (64, *size))
-    assert rows.codes.dtype == np.uint8 and (type == "Q8_0" or rows.codes.max() < 1 << rows.format.bits)
+    assert rows.codes.dtype == np.uint8 and np.array_equal(rows.codes, codes_in(rows.format.codes, rows.codes))
+
+
+def test_codebooks_are_the_package_s() -> None:
+    """Entry for entry. Theirs are counted in units of their own, of iq1 before its offset."""
+    unit = {"iq1": 8.0, "iq3_xxs": 2.0, "iq3_s": 8.0}
+    for codes, name in {
+        codes: "IQ1_S" if codes == "iq1" else codes.upper() for codes in CODEBOOKS if codes != "sign"
+    }.items():
+        published = getattr(gguf.quants, name)
+        published.init_grid()
+        found = np.array(TABLES[codes], np.float32)[book_of(codes)] - (codes == "iq1")
+        assert np.array_equal(found, published.grid[0, 0] * unit.get(codes, 1.0)), codes
+
+
+@pytest.mark.parametrize(("type", "n_experts"), [("NVFP4", None), ("NVFP4", 16)])
+def test_a_tensor_s_own_scale_multiplies_its_weights(tmp_path: Path, type: str, n_experts: int | None) -> None:
+    """NVFP4 has one beside it, or one of each expert; what rows were scaled with when they were made is not used."""
+    name = "blk.2.ffn_down_exps" if n_experts else "blk.0.attn_qkv"
+    scales = np.linspace(0.5, 2.0, n_experts or 1, dtype=np.float32)
+
+    def change(writer: Any) -> None:
+        writer.add_tensor(f"{name}.scale", scales)
+        writer.add_tensor(f"{name}.input_scale", scales)
+
+    source = tiny_checkpoint("moe", layout="flat", experts="fused")
+    path = write_gguf(source, tmp_path / "scaled.gguf", type, change=change)
+    tensors, plain = stored_tensors(open_gguf(path)), stored_tensors(open_gguf(tiny_gguf("moe", type)))
+    assert tensors.keys() == plain.keys()
+    wanted = [f"model.layers.2.mlp.experts.{e}.down_proj.weight" for e in range(n_experts or 0)]
+    for name, scale in zip(wanted or ["model.layers.0.linear_attn.in_proj_qkv.weight"], scales, strict=True):
+        some, whole = tensors[name].read(3, 5), all_of(plain[name])
+        assert isinstance(some, Quantised)
+        assert np.allclose(some.values(), whole[3:5] * scale, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("bad", [np.array([np.nan], np.float32), np.array([0], np.float32), np.ones(3, np.float32)])
+def test_a_tensor_s_own_scale_that_is_none(tmp_path: Path, bad: Array) -> None:
+    def change(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_qkv.scale", bad)
+
+    path = write_gguf(
+        tiny_checkpoint("dense", layout="flat", experts="fused"), tmp_path / "scaled.gguf", "NVFP4", change=change
+    )
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_qkv\.scale' (is F32 \[3\]; expected|has scales that)"):
+        stored_tensors(open_gguf(path))
+
+
+def test_codes_that_no_such_type_has_name_the_tensor() -> None:
+    data = random_blocks("TQ2_0", 0)
+    data[3, 7] |= 3
+    with pytest.raises(CheckpointError, match=r"some\.gguf: 'a' has codes that TQ2_0 has not"):
+        decoded("TQ2_0", data, "some.gguf: 'a'")
 
 
 @pytest.mark.parametrize("type", QUANTISED)
 def test_scales_that_are_not_finite_name_the_tensor(type: str) -> None:
-    data, _ = blocks_of(np.ones((2, 256), np.float32), type)
-    parts = data.view([(name, kind, (n,)) for name, kind, n in gguf_tensors._BLOCKS[type]])
-    for name in {"d", "m", "e"} & set(parts.dtype.names):
+    data = random_blocks(type, 0)
+    parts = data.view([(name, kind, (n,)) for name, kind, n in BLOCKS[type]])
+    for name in {"d", "m", "e", "scales" if type == "IQ1_M" else "d"} & set(parts.dtype.names):
         bad = data.copy()
-        bad.view(parts.dtype)[name][1, -1] = 0xFF if name == "e" else np.nan
+        bad.view(parts.dtype)[name][1, -1] = 0xFF if name == "e" else 0xFFFF if name == "scales" else np.nan
         with pytest.raises(CheckpointError, match=r"some\.gguf: 'a' has scales that are not finite"):
-            gguf_tensors.decoded(type, bad, "some.gguf: 'a'")
+            decoded(type, bad, "some.gguf: 'a'")
 
 
 def expected(kind: str) -> dict[str, Array]:
@@ -164,7 +241,9 @@ def test_the_tiled_order_of_value_heads() -> None:
     assert tiled(heads[None], 2, 6, axis=1)[0, ::128].tolist() == [0, 3, 1, 4, 2, 5]
 
 
-@pytest.mark.parametrize("type", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "type", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ1_M"]
+)
 def test_any_rows_of_any_tensor(type: str) -> None:
     """Views of experts and ranges of rows are those of the whole tensor, as gguf's own reader has it."""
     path = tiny_gguf("moe", type, is_fused=True)
@@ -702,11 +781,11 @@ def test_metadata_that_contradicts_the_file_is_refused_by_its_key(tmp_path: Path
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
     def change(writer: Any) -> None:
-        writer.add_tensor("blk.0.some.weight", np.zeros((2, 66), np.uint8), raw_dtype=TYPE.IQ2_XXS)
+        writer.add_tensor("blk.0.some.weight", np.zeros((2, 292), np.uint8), raw_dtype=TYPE.Q8_K)
 
     path = changed(tmp_path, change)
     with pytest.raises(
-        CheckpointError, match=r"'blk\.0\.some\.weight' is quantised as IQ2_XXS, which is not .*supported: F32, .*MXFP4"
+        CheckpointError, match=r"'blk\.0\.some\.weight' is quantised as Q8_K, which is not .*supported: F32, .*MXFP4"
     ):
         stored_tensors(open_gguf(path))
 

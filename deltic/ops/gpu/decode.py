@@ -10,6 +10,10 @@ one thread holds in a tile of the tensor cores: code j of element t is of its 32
     codesB        [n, K / 32, 4]: codes 0, 2, 4, 6 from bit 0 on, codes 1, 3, 5, 7 from bit 4 b on; so two
                   neighbours of a row are the halves of a word, once it is shifted and masked
     codes8        bytes 0, 2, 1, 3, 4, 6, 5, 7 with the sign bit flipped; e4m3 in the order of columns
+    index, high   of codebooks, [n, K / 32]: the bytes of a word's entries, and their higher bits side by side
+    codes1        of codebooks the signs
+    book          of each matrix: the levels of a pair of columns in a byte, [entries, width / 2]. From index
+                  and book an element of 4-bit codes is made, which stand for values of TABLES
     scale, least  [groups, n]
     outer         of k [K / 256, 1 or 2, n]; of e4m3 [2, n], divided by the power of 2 that
                   makes the first 0.5 .. 1
@@ -47,7 +51,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 # Numbers, not names: Triton takes a constant "int8" for a type when it reads a kernel's arguments again.
 BF16, E4M3, INT8 = (tl.constexpr(formats.CODES.index(name)) for name in ("bf16", "e4m3", "int8"))
-K_LEAST, E8M0, E4M3_SCALE = (tl.constexpr(formats.SCALES.index(name)) for name in ("k.least", "e8m0", "e4m3"))
+E8M0, E4M3_SCALE, K_EIGHTH = (tl.constexpr(formats.SCALES.index(name)) for name in ("e8m0", "e4m3", "k.eighth"))
 
 
 def constants(format: WeightFormat) -> dict[str, int]:
@@ -84,6 +88,31 @@ def high_bits(codes):
 
 
 @triton.constexpr_function
+def is_book(codes):
+    return formats.CODES[codes] in formats.CODEBOOKS
+
+
+@triton.constexpr_function
+def _book(codes):
+    """Bits of an index, of its high part, weights of an entry; and types of 32 columns' indices, low and
+    high.
+    """
+    book = formats.CODEBOOKS[formats.CODES[codes]]
+    index, high, *_ = formats.book_planes(formats.CODES[codes])
+    return book.bits, book.high_bits, book.width, _word(index), _word(high)
+
+
+@triton.constexpr_function
+def _word(n_bytes):
+    return tl.dtype({8: "int64", 4: "int32", 2: "uint16"}.get(n_bytes, "uint8"))
+
+
+@triton.constexpr_function
+def _book_bytes(codes, part):
+    return formats.book_planes(formats.CODES[codes])[part]
+
+
+@triton.constexpr_function
 def has_table(codes):
     return formats.CODES[codes] in formats.TABLES
 
@@ -107,7 +136,7 @@ def _is_k(scales):
 @triton.constexpr_function
 def _n_outer(scales):
     """Outer scales of a row, or of 256 weights of it."""
-    return {"k": 1, "k.least": 2, "e4m3": 2}.get(formats.SCALES[scales], 0)
+    return {"k": 1, "k.eighth": 1, "k.least": 2, "e4m3": 2}.get(formats.SCALES[scales], 0)
 
 
 @triton.constexpr_function
@@ -136,7 +165,7 @@ def first_bit(j, bits):
 @triton.constexpr_function
 def _scale_type(scales):
     """Type of the scales in memory, in the order of formats.SCALES."""
-    names = "int8 fp32 bf16 fp16 fp16 fp16 bf16 bf16 int8 uint8 uint8 uint8"
+    names = "int8 fp32 bf16 fp16 fp16 fp16 bf16 bf16 int8 uint8 uint8 uint8 int8"
     return tl.dtype(names.split()[scales])
 
 
@@ -165,6 +194,16 @@ def _plane(n_bytes):
 
 
 @triton.jit
+def _planes_of_book(n, k, CODES: tl.constexpr):
+    """int64: where the high bits of indices, the signs and the book begin, and the end."""
+    units = tl.cast(n, tl.int64) * (k // 32)
+    high = _plane(units * _book_bytes(CODES, 0))
+    signs = high + _plane(units * _book_bytes(CODES, 1))
+    book = signs + _plane(units * _book_bytes(CODES, 2))
+    return high, signs, book, book + _plane(_book_bytes(CODES, 3))
+
+
+@triton.jit
 def _planes(n, k, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
     """int64: where the high bits of codes, the scales, the least values and the outer scales begin, and the
     end.
@@ -173,6 +212,8 @@ def _planes(n, k, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr
     n_groups = n * (tl.cdiv(k, GROUP) if GROUP else 1)
     high = _plane(n * k * low_bits(CODES) // 8)
     scale = high + _plane(n * k * high_bits(CODES) // 8)
+    if is_book(CODES):
+        high, _, _, scale = _planes_of_book(n, k, CODES)
     least = scale + _plane(n_groups * (_scale_type(SCALES).primitive_bitwidth // 8))
     outer = least
     if has_least(SCALES):
@@ -228,6 +269,14 @@ def rows_from(
         if CODES == E4M3:
             p_low = codes_at(p_w) + o_row.to(tl.int64)[:, None] * k + first_k + tl.arange(0, BLOCK_K)[None, :]
             p_high = p_low
+        elif is_book(CODES):
+            high, signs, book, _ = _planes_of_book(n, k, CODES)
+            o_code = o_row.to(tl.int64)[:, None] * (k // 8) + first_k // 8 + tl.arange(0, BLOCK_K // 8)[None, :]
+            p_high = _at(p_w, signs, tl.uint8) + o_code
+            p_low = (
+                _at(p_w, 0, _book(CODES)[3]) + o_code // 4, _at(p_w, high, _book(CODES)[4]) + o_code // 4,
+                _at(p_w, book, tl.uint8), (o_code % 4).to(tl.int32),
+            )
         else:
             # k is a multiple of 32
             o_code = tl.multiple_of(o_row.to(tl.int64)[:, None] * (k // 8), (4, 4))
@@ -273,6 +322,40 @@ def _groups(p, first, n, HALF: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.co
 
 
 @triton.jit
+def _nibbles(b_bits):
+    """int32: each of 8 bits in its nibble."""
+    b_bits = (b_bits | (b_bits << 12)) & 0x000F000F
+    b_bits = (b_bits | (b_bits << 6)) & 0x03030303
+    return (b_bits | (b_bits << 3)) & 0x11111111
+
+
+@triton.jit
+def _looked_up(w, i_k, CODES: tl.constexpr):
+    """int32 [M, BLOCK_K / 8]: elements of codes of 4 bits: levels, of iq1 the offset above them."""
+    p_index, p_high, p_book, o_element = w
+    BITS: tl.constexpr = _book(CODES)[0]
+    HIGH: tl.constexpr = _book(CODES)[1]
+    WIDTH: tl.constexpr = _book(CODES)[2]
+    b_element = o_element * 0
+    if BITS:
+        b_index = tl.load(p_index + i_k // 32)
+        for i in tl.static_range(4):
+            if WIDTH == 8:
+                b_shift = o_element * 0 + i
+            else:
+                b_shift = o_element // 2 + 2 * i
+            b_entry = ((b_index >> (8 * b_shift).to(b_index.dtype)) & 255).to(tl.int32)
+            if HIGH:
+                b_high = (tl.load(p_high + i_k // 32).to(tl.int32) >> (HIGH * b_shift)) & ((1 << HIGH) - 1)
+                b_entry |= (b_high << 8) & ((1 << BITS) - 1)
+                if HIGH > BITS - 8:
+                    b_element |= (b_high >> (BITS - 8)) * (0x00040004 << (4 * i))
+            b_pair = tl.load(p_book + b_entry * (WIDTH // 2) + o_element % (WIDTH // 2)).to(tl.int32)
+            b_element |= ((b_pair & 15) | ((b_pair >> 4) << 16)) << (4 * i)
+    return b_element
+
+
+@triton.jit
 def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
     """The codes of BLOCK_K columns from first_k + i_k on, i_k a multiple of BLOCK_K, and their high bits."""
     if CODES == BF16:
@@ -280,6 +363,11 @@ def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
     elif CODES == E4M3:
         b_codes = tl.load(w[0] + i_k)
         block = (b_codes, b_codes)  # type: ignore[assignment]
+    elif is_book(CODES):
+        b_low = _looked_up(w[0], i_k, CODES)
+        if _book_bytes(CODES, 2):
+            b_low |= _nibbles(tl.load(w[1] + i_k // 8).to(tl.int32)) << 3
+        block = (b_low, b_low)  # type: ignore[assignment]
     else:
         i_code = tl.multiple_of(i_k // 8, 4)
         b_low = tl.load(w[0] + i_code)
@@ -401,6 +489,8 @@ def scale_of(block, HALF: tl.constexpr, SCALES: tl.constexpr):
         b_float = b_scale.to(tl.float32)
         if _is_k(SCALES):
             b_float = b_outer[:, None].to(tl.float32) * b_float
+            if SCALES == K_EIGHTH:
+                b_float *= 0.125
     return b_float
 
 

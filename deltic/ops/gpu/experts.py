@@ -28,7 +28,7 @@ _NONE = tl.constexpr(NONE)
 
 def number(format: WeightFormat) -> int:
     """The format as a kernel takes it."""
-    return formats.CODES.index(format.codes) + 16 * formats.SCALES.index(format.scales) + 256 * format.group
+    return formats.CODES.index(format.codes) + 32 * formats.SCALES.index(format.scales) + 512 * format.group
 
 
 def segments_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:

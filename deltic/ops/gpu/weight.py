@@ -13,7 +13,7 @@ from torch import Tensor
 from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
-from deltic.ops.formats import BLOCK_ROWS, Quantised, WeightFormat
+from deltic.ops.formats import BLOCK_ROWS, CODEBOOKS, TABLES, Quantised, WeightFormat, book_of, codes_in
 from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Segment, planes
@@ -71,6 +71,8 @@ def _of_rows(segment: Segment) -> dict[str, Tensor]:
     dtypes = dict(zip(("scale", "least", "outer"), segment.format.dtypes, strict=True))
     for name, (at, size) in planes(segment.n, segment.k, segment.format).items():
         plane = data[:, at : at + size]
+        if name == "book":  # of the whole matrix
+            continue
         if name in dtypes:
             plane = plane.view(_integer(np.dtype(dtypes[name]).itemsize))
             found[name] = plane.view(segment.n_matrices, -1, segment.n).transpose(1, 2)
@@ -107,6 +109,8 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
     32 codes are four int64 of four lanes: code 8 i + 2 t + c is byte c in lane t of the i-th.
     """
     n, k = codes.shape
+    if format.codes in CODEBOOKS:
+        return _entries(format, codes)
     if format.codes == "e4m3":
         return {"codes8": codes}
     units = codes.contiguous().view(torch.int64).view(n, k // 32, 4)
@@ -123,9 +127,38 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
     if format.bits in (2, 3, 6):
         found["codes2"] = _side_by_side(units, 4 if format.bits == 6 else 0, _lanes(3, 1), 2)
     if format.bits in (3, 5):
-        nibbles = _side_by_side(units, format.bits - 1, _lanes(1, 1), 1)
+        nibbles = _side_by_side(units, int(format.bits) - 1, _lanes(1, 1), 1)
         found["codes1"] = ((nibbles | nibbles >> 4) & _lanes(0xFF)).view(torch.int16).to(torch.uint8)
     return {name: plane.view(n, -1).view(torch.uint8) for name, plane in found.items()}
+
+
+def _side(parts: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Integers [..., n] of so many bits side by side: [...] of the dtype."""
+    shifts = bits * torch.arange(parts.shape[-1], device=parts.device)
+    return (parts.to(torch.int64) << shifts).sum(-1).to(dtype)
+
+
+def _entries(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
+    """Does what `_packed` does, of a codebook's entries."""
+    (n, k), book = codes.shape, CODEBOOKS[format.codes]
+    low, high, signs = codes.view(n, k // 32, -1, book.width)[..., :3].unbind(-1)  # [n, K / 32, entries]
+    found = {"index": low.contiguous()} if book.bits else {}
+    if book.high_bits:
+        found["high"] = _side(high, book.high_bits, torch.int16 if book.high_bits == 4 else torch.uint8)
+    if book.has_signs:
+        columns = (signs[..., None] >> torch.arange(book.width, device=codes.device)) & 1
+        elements = columns.view(n, k // 32, 4, 4, 2).permute(0, 1, 3, 4, 2)  # by element, j % 2, j / 2
+        found["codes1"] = _side(elements.reshape(n, k // 8, 8), 1, torch.uint8)
+    return {name: plane.reshape(n, -1).view(torch.uint8) for name, plane in found.items()}
+
+
+def _put_book(segment: Segment) -> None:
+    """Writes the entries of a segment's codebook, if it has one, behind the codes of each matrix."""
+    at, size = planes(segment.n, segment.k, segment.format).get("book", (0, 0))
+    if size:
+        levels = book_of(segment.format.codes).reshape(-1, 2)
+        pairs = torch.from_numpy(levels[:, 0] | levels[:, 1] << 4)
+        segment.data.view(segment.n_matrices, -1)[:, at : at + size] = pairs.to(segment.data.device)
 
 
 def _store(segment: Segment, first: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
@@ -136,6 +169,7 @@ def _store(segment: Segment, first: int, codes: Tensor, parts: Mapping[str, Tens
     for name, rows in (_packed(segment.format, codes) | dict(parts)).items():
         each = rows.view(segment.n_matrices, len(rows) // segment.n_matrices, -1)
         where[name][:, first : first + each.shape[1]].copy_(each)
+    _put_book(segment)
 
 
 def _integers(array: Array, device: torch.device | str) -> Tensor:
@@ -174,16 +208,19 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     that all rows share would grow from layer to layer until all tokens are alike.
     """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
-    codes = values.view(np.uint8)[:, ::2] & np.uint8((1 << min(format.bits, 8)) - 1)
+    codes = codes_in(format.codes, values.view(np.uint8)[:, ::2])
     if format.codes == "e4m3":
         codes -= codes & 0x7F == 0x7F  # NaN
-    middle, wide = 1 << (format.bits - 1), {"int8": 74, "e4m3": 110, "iq4": 66, "e2m1": 6}
-    step = float(values.astype(np.float32).std()) / wide.get(format.codes, 2**format.bits / 12**0.5)
+    middle, wide = 1 << (int(format.bits) - 1), {"int8": 74, "e4m3": 110}
+    size = np.std(TABLES[format.codes]) if format.codes in TABLES else 2**format.bits / 12**0.5
+    step = float(values.astype(np.float32).std()) / wide.get(format.codes, float(size))
     kind, _, with_ = format.scales.partition(".")
     scale: float = {"k": 32, "e8m0": 128 + round(np.log2(step)), "e4m3": 0x38}.get(kind, step)
     half = middle - 0.5
     least = {"k": 32, "e4m3": None}.get(kind, -step * half if with_ == "least" else 0 if format.bits == 8 else middle)
-    outer = [step / 32, step * half / 32][: 1 + bool(with_)] if kind == "k" else [2 * step, 1]
+    outer = [step / 32, step * half / 32][: 1 + (with_ == "least")] if kind == "k" else [2 * step, 1]
+    if with_ == "eighth":
+        outer = [step / 4]
     filled: list[Any] = [
         None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size)).copy()
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
