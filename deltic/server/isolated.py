@@ -47,6 +47,8 @@ SLOWER = 3
 """Factor on the seconds of a processor that a file has: it may last so long, as it makes way."""
 MAX_MESSAGE = 1 << 16
 READ_BYTES = 1 << 20
+N_PARTS = 8
+"""Parts of what was made that are taken in one turn of the event loop: as much as a socket holds, each."""
 FIRST_TO_GO = "1000"
 """The kernel's largest oom_score_adj."""
 
@@ -97,17 +99,37 @@ def _lack(message: str) -> Exception:
 
 
 async def _exchange(channel: socket.socket, data: bytes) -> bytes:
-    """Returns all that comes back for a file."""
+    """Returns all that comes back for a file. What has come is taken where the event loop sees it: a task
+    that waits for each part has two turns a part, each behind all other requests.
+    """
     import asyncio
 
-    loop, parts = asyncio.get_running_loop(), list[bytes]()
+    loop, made = asyncio.get_running_loop(), bytearray()
     with contextlib.suppress(ConnectionError):  # it has ended, and its status says why
         await loop.sock_sendall(channel, data)
         channel.shutdown(socket.SHUT_WR)
-    with contextlib.suppress(ConnectionError):  # it left some of the file
-        while part := await loop.sock_recv(channel, READ_BYTES):
-            parts.append(part)
-    return b"".join(parts)
+    ended: asyncio.Future[bytes] = loop.create_future()
+
+    def take() -> None:
+        with contextlib.suppress(ConnectionError):  # it left some of the file
+            for _ in range(N_PARTS):
+                try:
+                    part = channel.recv(READ_BYTES)
+                except BlockingIOError:
+                    return
+                if not part:
+                    break
+                made.extend(part)
+            else:
+                return
+        loop.remove_reader(channel)
+        ended.set_result(bytes(made))
+
+    loop.add_reader(channel, take)
+    try:
+        return await ended
+    finally:
+        loop.remove_reader(channel)
 
 
 class ForkServer:
@@ -120,6 +142,7 @@ class ForkServer:
     def connect(self, program: tuple[str, ...]) -> socket.socket:
         """Returns the end of a socket whose other end is a new process's stdin and stdout. Raises OSError."""
         ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, READ_BYTES)  # or as much as the system allows
         ours.setblocking(False)
         with theirs:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -138,21 +138,24 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[object, None, T] | asyncio.Future[T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then.
 
-    It comes a turn of the event loop behind the work: in each, all other requests have theirs.
+    A coroutine runs in the caller's own task. One of its own would begin, and be seen to end, a turn of the
+    event loop later, in which all other requests have theirs.
     """
-    task = asyncio.ensure_future(work)
+    task, is_over = asyncio.current_task(), False
+    assert task is not None
     watch = asyncio.create_task(disconnected(receive))
-    watch.add_done_callback(lambda _: task.cancel())
+    watch.add_done_callback(lambda _: is_over or task.cancel())
     try:
-        return await task
+        return await work
     except asyncio.CancelledError:
-        if watch.done() and not watch.cancelled():
+        if watch.done() and not watch.cancelled() and not task.uncancel():
             raise ClientDisconnect from None
         raise
     finally:
+        is_over = True
         watch.cancel()
 
 

@@ -546,6 +546,44 @@ def test_what_is_done_is_seen_a_turn_of_the_loop_later() -> None:
     assert asyncio.run(turns()) <= 2
 
 
+def test_a_coroutine_that_a_client_waits_for_takes_no_turn_of_the_loop_by_itself() -> None:
+    """As a task of its own it began a turn later, behind all other requests."""
+
+    async def step() -> str:
+        return "done"
+
+    async def never() -> dict[str, str]:
+        return await asyncio.get_running_loop().create_future()
+
+    async def go() -> None:
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        assert await unless_disconnected(never, step()) == "done" and not turns
+        await asyncio.sleep(0)
+        assert turns and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_leaves_as_its_work_ends_cancels_nothing_else(at_once: bool) -> None:
+    async def go() -> str:
+        watched = Watched()
+        await asyncio.sleep(0.01)
+        if at_once:
+            watched.gone.set_result(None)
+        watched.work.set_result("done")
+        watched.gone.done() or watched.gone.set_result(None)
+        try:
+            said = await watched.waiting
+        except ClientDisconnect:
+            said = "left"
+        await asyncio.sleep(0.01)
+        return said
+
+    assert asyncio.run(go()) in ("done", "left")
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_work_ends_when_its_client_leaves_or_who_waits_is_cancelled(leaves: bool) -> None:
     async def end() -> None:
