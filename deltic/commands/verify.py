@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from deltic.bench.provenance import code, machine, now
-from deltic.commands.endpoint import EndpointError
+from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.commands.plan import decode_roof
 from deltic.config import BUILT_IN, ConfigError, EngineConfig
 from deltic.engine.engine import Engine
@@ -70,6 +70,8 @@ def verify(arguments: argparse.Namespace, config: EngineConfig) -> int:
         secrets=(arguments.api_key or "", os.environ.get("HF_TOKEN", "")),
         places=dict(_place(each) for each in (other, files) if each is not None),
     )
+    if urls:
+        page.places[Endpoint(urls[0], arguments.api_key, arguments.cacert).url] = "the server of --against"
     verification = Verification(page, files, other, urls[0] if urls else None, arguments, config)
     with _telling() as tell:
         verification.run(tell)
@@ -180,11 +182,14 @@ class Verification:
             return None
         if self.url is not None:
             short = {name: ids[:LAYER_TOKENS] for name, ids in wording.ids.items()}
-            with page.check("server", EndpointError) as check:
-                answers = servers.ask(self.url, self.arguments.api_key, self.arguments.cacert, short, tell)
-                check.note(f"{answers.kind}, which knows the model as {answers.model!r}")
-                for refused in answers.refused:
-                    check.note(refused)
+            with page.check("server") as check:
+                try:
+                    answers = servers.ask(self.url, self.arguments.api_key, self.arguments.cacert, short, tell)
+                    check.note(f"{answers.kind}, which knows the model as {answers.model!r}")
+                    for refused in answers.refused:
+                        check.note(refused)
+                except EndpointError as error:
+                    check.look(f"nothing was compared with it: {error}")
         with page.check("chat template", *REFUSALS) as template:
             if wording.template is None:
                 template.skip("the model has none")
@@ -231,10 +236,11 @@ class Verification:
         theirs = self._layers(runner, short, tell)
         engine = Engine(runner)
         prompts = {name: ids[:MOST_TOKENS] for name, ids in wording.ids.items()}
+        told: dict[str, bits.Told] = {}
         with page.check("bits", RuntimeError) as check:
-            told = bits.check_bits(engine, prompts, check, tell)
+            told |= bits.check_bits(engine, prompts, check, tell)
         with page.check("log-probabilities") as check:
-            mine = {name: each.prompt[: LAYER_TOKENS - 1] for name, each in told.items()} if told else {}
+            mine = {name: each.prompt[: LAYER_TOKENS - 1] for name, each in told.items()}
             if theirs and mine:
                 bits.check_logprobs(mine, theirs, "transformers", check)
             if answers is not None and mine:
@@ -260,7 +266,8 @@ class Verification:
                     ours = {name: layers.residuals(runner, ids) for name, ids in short.items()}
                 else:
                     check.note("layers of a model that is cut are not looked into: leave --tensor-parallel out")
-                return layers.check_layers(files, short, ours, runner.plan, check, tell)
+                with _caught(check, "transformers"):
+                    return layers.check_layers(files, short, ours, runner.plan, check, tell)
         return {}
 
 
@@ -273,5 +280,7 @@ def _caught(check: Check, whose: str) -> Iterator[None]:
     """Makes a finding of what another's reader raises: what it cannot read, too, is worth knowing."""
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         check.look(f"{whose} cannot read this: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

@@ -108,12 +108,10 @@ class PublishedLayers:
     """
 
     def __init__(self, files: Files) -> None:
-        import torch
         from transformers import AutoConfig
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        torch.set_grad_enabled(False)
         if files.is_gguf:
             said = document(files.path, "config.json")
             kind = MODEL_TYPES[said.pop("architectures")[0]]
@@ -153,6 +151,7 @@ class PublishedLayers:
             layer.load_state_dict(self._tensors(i), strict=True, assign=True)
         except RuntimeError as error:
             raise CheckpointError(f"layer {i} does not fit transformers' ({' '.join(str(error).split())})") from None
+        model.requires_grad_(False)
         mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
         seen: dict[str, Any] = {}
         mixer.register_forward_hook(lambda _, __, out: seen.update(mixer=out[0] if isinstance(out, tuple) else out))

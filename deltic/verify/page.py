@@ -69,7 +69,7 @@ class Page:
     checks: list[Check] = field(default_factory=list)
     secrets: tuple[str, ...] = ()
     """Texts that must not be on the page, such as keys."""
-    places: Mapping[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
     """Names that the page has for directories and files."""
 
     @contextmanager

@@ -63,7 +63,10 @@ async def _ask(endpoint: Endpoint, texts: Mapping[str, Sequence[int]], tell: Tel
     answers = Answers(KINDS[kind], model)
     server = _Server(endpoint, kind, model)
     for name, text in TEXTS.items():
-        answers.ids[name] = await server.ids(text)
+        try:
+            answers.ids[name] = await server.ids(text)
+        except EndpointError as error:
+            answers.refused.append(f"it does not tell the ids of {name}: {error}")
     for chat in CHATS:
         try:
             answers.prompts[chat["name"]] = await server.prompt(chat)

@@ -156,6 +156,8 @@ def published_wording(wording: Wording) -> tuple[dict[str, list[int]], dict[str,
     if is_gguf(wording.path):
         said = document(wording.path, "tokenizer_config.json")
         template = said.get("chat_template")
+        if isinstance(template, list):
+            template = next((each["template"] for each in template if each["name"] == "default"), None)
         import tokenizers
 
         backend = tokenizers.Tokenizer.from_str(json.dumps(document(wording.path, "tokenizer.json")))
@@ -171,7 +173,7 @@ def published_wording(wording: Wording) -> tuple[dict[str, list[int]], dict[str,
             text = theirs.apply_chat_template(
                 chat["messages"],
                 tools=chat.get("tools"),
-                chat_template=template if isinstance(template, str) else None,
+                chat_template=template,
                 add_generation_prompt=True,
                 tokenize=False,
                 **settings,

@@ -108,7 +108,7 @@ def _check_blocks(files: Files, check: Check) -> None:
 
 def rounding(format: WeightFormat | None) -> float:
     """The largest error of a tensor in this format, as part of its length."""
-    return PLAIN_ROUNDING if format is None else ROUNDING[format.bits]
+    return PLAIN_ROUNDING if format is None else ROUNDING.get(format.bits, max(ROUNDING.values()))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import tests.tiny_gguf
 from deltic.__main__ import main
 from deltic.commands import verify
-from deltic.commands.endpoint import LocalServer
+from deltic.commands.endpoint import LocalServer, free_port
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.step import Step
@@ -268,6 +268,13 @@ def test_fields_are_held_to_the_published_model_of_these_sizes(monkeypatch: pyte
     assert found.verdict == "wrong" and found.said == ["rms_norm_eps is 1e-05, and 1e-06 in tiny"]
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+def test_fields_of_a_gguf_file_are_those_of_its_source(kind: str) -> None:
+    source = Files(tiny_checkpoint(kind, layout="flat"), "source")
+    found = judged(lambda check: check_configuration(Files(tiny_gguf(kind), "file"), source, check))
+    assert found.verdict == "ok", found.said
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the built-in model that are text."""
@@ -404,12 +411,19 @@ def test_the_page_of_a_sound_model(
     (found,) = [check for check in page["checks"] if check["verdict"] == "wrong"]
     assert found["name"] == "values beside tiny" and f"{LAYERS}3.self_attn.q_norm" in found["said"][0]
 
-    arguments[1] = str(files.path)
+    monkeypatch.setattr(verify, "build_runner", None)  # what cannot be loaded is not
+    url = f"http://127.0.0.1:{free_port()}"
+    arguments[1:2] = [str(files.path), "--against", url]
     (files.path / "model.safetensors").write_bytes(b"")
     assert main(arguments) == 1
     page = json.loads((tmp_path / "out" / "verify-tiny.json").read_text())
     assert {check["name"]: check["verdict"] for check in page["checks"]}["tensors"] == "wrong"
-    assert str(tmp_path) not in json.dumps(page)
+    assert str(tmp_path) not in json.dumps(page) and url not in json.dumps(page)
+    (found,) = [check for check in page["checks"] if check["name"] == "server"]
+    assert (
+        found["verdict"] == "look"
+        and "nothing was compared with it: the server of --against: cannot" in found["said"][0]
+    )
 
 
 def test_of_a_speech_model_the_files_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
