@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 from deltic.config import ConfigError, EngineConfig, pinned_cpus
 from deltic.engine.cache.cache import pages_for
@@ -23,7 +24,7 @@ from deltic.models.qwen.shard import Cuts
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import empty_vision
-from deltic.ops.geometry import PAGE_SIZE, TOKEN_BYTES
+from deltic.ops.geometry import PAGE_SIZE, TOKEN_BYTES, Allocate
 from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom
 from deltic.runtime.model import Model, S
 
@@ -36,8 +37,29 @@ DECODERS_BYTES = 2 * (3 << 30)
 `DECODE_MEMORY` bytes of address space (server/chat/picture_parts.py, pictures.py). The largest pictures take
 0.4 to 1.2 GB each.
 """
+LARGEST_BUFFER = 1 << 36
+"""Bytes. Only a setting that is out of all proportion asks for more, and lists as long as its buffers take
+memory.
+"""
 TOO_MUCH = 1 << 60
 """Size in bytes reported for a workspace that does not even fit the address space."""
+
+
+def counted(build: Callable[[Allocate], object], nothing: Callable[..., Any]) -> dict[str, int]:
+    """Bytes by name of what `build` allocates. nothing: makes an array of a size and a dtype that takes no
+    memory. Raises MemoryError beyond LARGEST_BUFFER.
+    """
+    sizes: dict[str, int] = {}
+
+    def allocate(name: str, size: tuple[int, ...], dtype: Any) -> Any:
+        array = nothing(size, dtype=dtype)
+        if array.nbytes > LARGEST_BUFFER:
+            raise MemoryError(name)
+        sizes[name] = sizes.get(name, 0) + array.nbytes
+        return array
+
+    build(allocate)
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from deltic.engine.cache.cache import pages_for
 from deltic.models.qwen.cpu import Activations, AdapterBuffers, allocate_activations, allocate_adapters
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
 from deltic.models.vision.cpu import TOKEN, VisionBuffers, allocate_vision
-from deltic.ops.arrays import Array, bfloat16, nothing, zeros
+from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.draft_head import DraftHead
@@ -23,28 +23,8 @@ from deltic.runtime.plan import SpeechPlan, TextPlan
 PIECE_ROWS = 512
 """Patches of the longest piece of a picture."""
 
-LARGEST_BUFFER = 1 << 36
-"""Bytes. Only a setting that is out of all proportion asks for more, and lists as long as its buffers take
-memory.
-"""
-
 _PAGE = 4096
 """The smallest page of any system."""
-
-
-def counted(build: Callable[[Allocate], object]) -> dict[str, int]:
-    """Bytes by name of what `build` allocates; nothing is. Raises MemoryError beyond LARGEST_BUFFER."""
-    sizes: dict[str, int] = {}
-
-    def allocate(name: str, size: tuple[int, ...], dtype: DTypeLike) -> Array:
-        array = nothing(size, dtype)
-        if array.nbytes > LARGEST_BUFFER:
-            raise MemoryError(name)
-        sizes[name] = array.nbytes
-        return array
-
-    build(allocate)
-    return sizes
 
 
 class Arena:

@@ -24,15 +24,15 @@ from deltic.models.vision.cpu import check_vision_kernels
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
 from deltic.models.vocoder.weights import vocoder_weight_bytes
-from deltic.ops.arrays import Array
+from deltic.ops.arrays import Array, nothing
 from deltic.ops.cpu.program import library_file
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.adapters import adapter_bytes
-from deltic.runtime.cpu.buffers import build_speech_workspace, build_workspace, counted
+from deltic.runtime.cpu.buffers import build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.model import PartWeights, SpeechModel, TextModel, Vision, of_stage
-from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan
+from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan, counted
 from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
 
 DEFAULT_SEQS = 32
@@ -77,7 +77,7 @@ class TextOnCpu(TextKind):
         return adapter_bytes(adapter)
 
     def measure(self, plan: TextPlan) -> dict[str, int]:
-        sizes = counted(partial(build_workspace, plan))
+        sizes = counted(partial(build_workspace, plan), nothing)
         n_angles = plan.max_model_len + plan.n_made_angles
         if plan.tower is not None:
             sizes["vision pixels that wait"] = plan.pixel_bytes
@@ -139,8 +139,8 @@ class SpeechOnCpu(SpeechKind):
         return vocoder_weight_bytes(shape.vocoder)
 
     def measure(self, plan: SpeechPlan) -> dict[str, int]:
-        sizes = counted(partial(build_speech_workspace, plan))
-        sizes |= counted(partial(allocate_vocoder, plan.shape.vocoder, plan.n_vocoder_slots))
+        sizes = counted(partial(build_speech_workspace, plan), nothing)
+        sizes |= counted(partial(allocate_vocoder, plan.shape.vocoder, plan.n_vocoder_slots), nothing)
         voices = {"voices": MEMORY_BYTES + ENCODING_BYTES} if plan.shape.variant == "base" else {}
         return {**sizes, **voices, "rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import triton
-from torch import Tensor
 from triton.errors import TritonError
 
 from deltic.config import ConfigError, EngineConfig
@@ -32,7 +31,7 @@ from deltic.models.vision.shape import MERGE, VisionShape
 from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
-from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
+from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.all_reduce import out_of_reach
 from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
 from deltic.ops.gpu.weight import DeviceStore
@@ -45,7 +44,7 @@ from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
 from deltic.runtime.model import PartWeights, S, SpeechModel, TextModel, Vision
-from deltic.runtime.plan import Plan, SpeechKind, SpeechPlan, TextKind, TextPlan
+from deltic.runtime.plan import Plan, SpeechKind, SpeechPlan, TextKind, TextPlan, counted
 
 INTERPRETED_BYTES = 2 << 30
 """Memory that a plan may count on where kernels are interpreted, in bytes."""
@@ -57,17 +56,7 @@ SPEECH_PAGES_BYTES = 8_000_000_000
 """A speech model's cache is small: 112 KiB a frame."""
 
 
-def _counted(build: Callable[[Allocate], object]) -> dict[str, int]:
-    """Bytes by name of what `build` allocates."""
-    sizes: dict[str, int] = {}
-
-    def allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(size, dtype=dtype, device="meta")
-        sizes[name] = sizes.get(name, 0) + tensor.nbytes
-        return tensor
-
-    build(allocate)
-    return sizes
+_nothing = partial(torch.empty, device="meta")
 
 
 def _multiple(field: str, n: int, unit: int) -> tuple[str, int, bool, str]:
@@ -151,7 +140,7 @@ class TextOnGpu(OnGpu, TextKind):
 
     def measure(self, plan: TextPlan) -> dict[str, int]:
         with self.levers.bound():
-            sizes = _counted(lambda allocate: gpu_workspace(plan, allocate))
+            sizes = counted(partial(gpu_workspace, plan), _nothing)
         n_angles = plan.max_model_len * plan.shape.rotary_dim
         if plan.tower is not None:
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
@@ -160,7 +149,7 @@ class TextOnGpu(OnGpu, TextKind):
     def meeting_bytes(self, plan: TextPlan) -> int:
         if plan.n_gpus == 1 or self.levers.peer:
             return 0
-        return sum(_counted(lambda allocate: meeting(plan, allocate, is_in_host=True)).values())
+        return sum(counted(partial(meeting, plan, is_in_host=True), _nothing).values())
 
     def step_tokens(self, model_len: int) -> int:
         return 8192
@@ -192,7 +181,7 @@ class SpeechOnGpu(OnGpu, SpeechKind):
 
     def measure(self, plan: SpeechPlan) -> dict[str, int]:
         with self.levers.bound():
-            sizes = _counted(lambda allocate: gpu_speech_workspace(plan, allocate))
+            sizes = counted(partial(gpu_speech_workspace, plan), _nothing)
         sizes["vocoder states"] = 4 * (plan.n_vocoder_slots) * state_words(plan.shape.vocoder)
         return sizes | {"rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
