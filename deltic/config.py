@@ -79,7 +79,7 @@ class EngineConfig:
     model: str = knob(BUILT_IN, "checkpoint directory, GGUF file, hub name or short name", metavar="MODEL")
     revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
     download_dir: Path | None = knob(
-        None, "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)", metavar="DIR"
+        None, "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)"
     )
     tokenizer: str | None = knob(
         None, "directory or hub name whose tokenizer and chat template are used (default: the model's)", metavar="MODEL"
@@ -120,7 +120,6 @@ class EngineConfig:
         None,
         "memory for everything: weights, workspace, pages, slots and --cache-host-gb (default: what that takes with 2 GiB of "
         "pages and slots, or half as much again as sequences need; at most 80 %% of what is free)",
-        metavar="GB",
         least=0.01,
     )
     max_model_len: int | None = knob(
@@ -144,14 +143,12 @@ class EngineConfig:
     max_step_tokens: int | None = knob(
         None,
         "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
-        metavar="TOKENS",
         least=1,
     )
     max_itl_ms: float = knob(
         250.0,
         "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
         "at the least; 0 sets none",
-        metavar="MS",
         least=0.0,
     )
     max_drafts: int | None = knob(
@@ -168,7 +165,6 @@ class EngineConfig:
         None,
         "tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made smaller; 0 takes no "
         "pictures and leaves the vision tower unread (default: 4096, on a GPU 16384, or what memory allows)",
-        metavar="TOKENS",
         kind="text",
         least=0,
     )
@@ -217,7 +213,6 @@ class EngineConfig:
     lora_gb: float | None = knob(
         None,
         "memory for adapters (default: what those of --lora need, and 1 more with --allow-lora-loading)",
-        metavar="GB",
         kind="text",
         least=0.0,
     )
@@ -247,16 +242,12 @@ class EngineConfig:
         None,
         "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
         "preempted only)",
-        metavar="GB",
         least=0.0,
     )
-    cache_dir: Path | None = knob(
-        None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
-    )
+    cache_dir: Path | None = knob(None, "keep the prefix cache in this directory, too: it survives a restart")
     cache_disk_gb: float = knob(
         16.0,
         "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full",
-        metavar="GB",
         least=0.0,
     )
     allow_cache_transfer: bool = knob(
@@ -267,7 +258,6 @@ class EngineConfig:
     voices_dir: Path | None = knob(
         None,
         "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)",
-        metavar="DIR",
         kind="speech",
     )
     lever: tuple[str, ...] = knob(
@@ -399,7 +389,6 @@ class ServerConfig:
         None,
         "with --models-from: memory for all models that are loaded at once (default: 80 %% of what is free at the start, on a "
         "GPU 95 %%); those that were used least recently are unloaded for others",
-        metavar="GB",
         least=0.01,
     )
     keep_alive: str = knob(
@@ -417,7 +406,6 @@ class ServerConfig:
         300.0,
         "with --models-from: a request that waits longer than this many seconds for its model to be loaded is ended, 503; 0: "
         "never",
-        metavar="SECONDS",
         least=0.0,
     )
     host: str = knob("127.0.0.1", "address to listen on")
@@ -473,7 +461,6 @@ class ServerConfig:
         60.0,
         "an engine that shows no sign of life for so many seconds, though requests are open, is ended and started again (a "
         "long step on a CPU is one); 0: never",
-        metavar="SECONDS",
         least=0.0,
     )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
@@ -491,13 +478,11 @@ class ServerConfig:
         metavar="HOST",
     )
     allow_audio_dir: Path | None = knob(
-        None,
-        "read a request's ref_audio from this directory if it is a file: URL (default: read no files)",
-        metavar="DIR",
+        None, "read a request's ref_audio from this directory if it is a file: URL (default: read no files)"
     )
     max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429", least=0)
     max_body_mb: float | None = knob(
-        None, "largest request body (default: 16, and 64 with a model that takes pictures)", metavar="MB", least=0.001
+        None, "largest request body (default: 16, and 64 with a model that takes pictures)", least=0.001
     )
     max_n: int = knob(16, "largest n of a request", least=1)
     max_logprobs: int = knob(20, "most alternatives per token a request may ask for", least=0)
@@ -511,11 +496,9 @@ class ServerConfig:
         1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none", least=0
     )
     batch_dir: Path | None = knob(
-        None,
-        "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)",
-        metavar="DIR",
+        None, "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)"
     )
-    batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", metavar="GB", least=0.0)
+    batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", least=0.0)
     batch_in_flight: int | None = knob(
         None,
         "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)",

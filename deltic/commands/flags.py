@@ -38,6 +38,9 @@ AND_HELP = (
 OUT_HELP = "write the JSON result into this directory"
 
 
+UNITS = {"dir": "DIR", "gb": "GB", "mb": "MB", "ms": "MS", "s": "SECONDS", "tokens": "TOKENS"}
+"""Values of flags by the last word of their names, which is a unit."""
+
 FOREIGN = Path(__file__).with_name("foreign_flags.txt")
 """Flags and commands of other servers, a line for each meaning, with what to give here."""
 
@@ -99,7 +102,9 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Config], skip: tuple[st
             nargs=nargs,
             default=argparse.SUPPRESS,
             choices=choices,
-            metavar=about.get("metavar") or (None if choices else kind.__name__.upper()),
+            metavar=about.get("metavar")
+            or UNITS.get(flag.rpartition("-")[2])
+            or (None if choices else kind.__name__.upper()),
             help=text,
         )
 
