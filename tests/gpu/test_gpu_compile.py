@@ -43,9 +43,11 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run("collected", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "dense int4", "moe fp8"])
 def test_collects_what_real_tensors_would_launch(collected: dict[str, Any], kind: str) -> None:
-    """Tensors without memory give the same specialisations as tensors with; the first layers give those of all."""
+    """Tensors without memory give the same specialisations as tensors with; a few layers give those of all, also where the last one is
+    in other formats.
+    """
     assert collected[kind]["kernels"] > 20
     assert collected[kind]["with_memory"] == collected[kind]["of_all_layers"] == []
 
@@ -160,12 +162,14 @@ def _collected() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     fix_keys()
-    for kind in ("dense", "moe"):
-        plan = _plan(kind)
+    for kind in ("dense", "moe", "dense int4", "moe fp8"):
+        plan = replace(_plan(kind.split()[0]), quantize=kind.partition(" ")[2] or None)
         jobs = collecting.collect(plan)
         few, collecting._different_layers = collecting._different_layers, lambda weights: weights.layers
         of_all = collecting.collect(plan)
-        collecting.empty_weights = lambda shape, *_: dummy_weights(shape, store=DeviceStore("cpu"))
+        collecting.empty_weights = lambda shape, quantize, *_: dummy_weights(
+            shape, quantize=quantize, store=DeviceStore("cpu")
+        )
         with_memory = collecting.collect(plan)  # tensors in host memory; never started
         collecting.empty_weights, collecting._different_layers = empty_weights, few
         found[kind] = {
@@ -358,21 +362,6 @@ def _recorded() -> dict[str, Any]:
 if __name__ == "__main__":
     _pretend()
     from deltic.ops.gpu.launch import Levers
-
-    with Levers().bound():
-        from deltic.ops.gpu.launch import Levers
-
-    with Levers().bound():
-        from deltic.ops.gpu.launch import Levers
-
-    with Levers().bound():
-        from deltic.ops.gpu.launch import Levers
-
-    with Levers().bound():
-        from deltic.ops.gpu.launch import Levers
-
-    with Levers().bound():
-        from deltic.ops.gpu.launch import Levers
 
     with Levers().bound():
         print(json.dumps({"collected": _collected, "compiled": _compiled, "recorded": _recorded}[sys.argv[1]]()))

@@ -14,6 +14,7 @@ from deltic.models.vision.weights import empty_vision
 from deltic.models.vocoder.weights import empty_vocoder
 from deltic.ops.gpu.launch import allocate_on, bound_levers
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.ops.matrix import Matrix
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.compile import Job, collecting
 from deltic.runtime.gpu.speech import GpuSpeechRunner
@@ -62,6 +63,21 @@ def _speech_runner(plan: SpeechPlan) -> GpuSpeechRunner:
 
 
 def _different_layers(weights: Weights) -> list[Any]:
-    """The first layers, up to the one after the last new kind: the others start the same kernels."""
-    first = {(type(layer), type(layer.mlp)): i for i, layer in reversed([*enumerate(weights.layers)])}
-    return weights.layers[: max(first.values()) + 2]
+    """Layers that start all kernels: one of each kind and formats, the first of their type in front, and one
+    behind them. Each stands where the model has a layer of its type.
+    """
+    kinds: list[list[object]] = [[type(layer), type(layer.mlp)] for layer in weights.layers]
+    for name, part in weights.named_parts():
+        if name.startswith("layers.") and isinstance(part, Matrix):
+            kinds[int(name.split(".")[1])] += [(segment.n, segment.format) for segment in part.segments]
+    new = list({tuple(kind): layer for kind, layer in reversed([*zip(kinds, weights.layers, strict=True)])}.values())[
+        ::-1
+    ]
+    found = list[Any]()
+    for layer in weights.layers:
+        is_end = not new
+        found.append(next((one for one in new if type(one) is type(layer)), layer))
+        new = [one for one in new if one is not found[-1]]
+        if is_end:
+            break
+    return found
