@@ -243,10 +243,11 @@ class Fp8(Stored):
         _, n_scales, n_columns = self.size
         rows = 1 if n_scales == self.n else 0 if n_scales == 1 else _BLOCK
         self.spread = rows, 0 if n_columns == 1 else _BLOCK
-        in_blocks = self.size[2] == groups and (
+        in_groups = self.size[2] == groups and (
             groups > 1 or 1 < self.size[1] < self.n or roles[0] == "weight_scale_inv"
         )
-        super().__init__(module, "weight", header.shape, WEIGHT_FORMATS["fp8" if in_blocks else "fp8-row"])
+        name = "fp8-row" if not in_groups else "fp8-group" if rows == 1 else "fp8"
+        super().__init__(module, "weight", header.shape, WEIGHT_FORMATS[name])
 
     def rows(self, begin: int, end: int) -> Rows:
         n_sets, n_scales, n_columns = self.size

@@ -121,12 +121,15 @@ _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Codes, scales, and how many weights along K share a scale (group; 0: the whole row does)."""
+    """Codes, scales, and how many weights along K share a scale (group; 0: the whole row does). rows: of a
+    matrix, from its first on, so many share their scales; each has these itself in memory.
+    """
 
     name: str
     codes: Codes
     scales: Scales
     group: int
+    rows: int = 1
 
     @cached_property
     def bits(self) -> float:
@@ -364,7 +367,8 @@ def _formats() -> dict[str, WeightFormat]:
         ("TQ2_0", "uint2", "float16", 256),
         ("Q2_0", "uint2", "float16", 64),
         ("Q1_0", "sign", "float16", 128),
-        # e4m3 with one scale a row (or a tensor: the same for every row).
+        # e4m3 with scales of each row: of 128 columns, or one (of a tensor: the same for every row).
+        ("fp8-group", "e4m3", "float32", 128),
         ("fp8-row", "e4m3", "float32", 0),
     ]
     # Groups of integers, of compressed-tensors, AWQ and GPTQ: int4-g128, or int4-g128-bfloat16.zero, ...
@@ -372,7 +376,7 @@ def _formats() -> dict[str, WeightFormat]:
         for group in (32, 64, 128):
             for scales in ("float16", "bfloat16", "float16.zero", "bfloat16.zero"):
                 named.append((f"int{bits}-g{group}-{scales}", codes, scales, group))  # type: ignore[arg-type]
-    return {name: WeightFormat(name, codes, scales, group) for name, codes, scales, group in named}
+    return {of[0]: WeightFormat(*of, rows=BLOCK_ROWS if of[0] == "fp8" else 1) for of in named}
 
 
 WEIGHT_FORMATS = _formats()

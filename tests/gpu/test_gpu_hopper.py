@@ -11,12 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
+from deltic.models.qwen.gpu_linears import Linears
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.chip import HOPPER, described
 from deltic.ops.gpu.fp8 import block_scales, fp8_rows
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import Levers, allocate_on, launches
 from deltic.ops.gpu.linear import Narrow, decoded_config, narrow_config, narrow_linear, narrow_swiglu
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.ops.matrix import Matrix, planes
@@ -27,8 +28,6 @@ on_hopper = pytest.mark.skipif(
 )
 FP8 = hopper.HopperFormat(hopper.E4M3)
 BLOCKS = hopper.HopperFormat(hopper.E4M3, in_blocks=True)
-IN = hopper.HopperFormat(hopper.CODES, 128)
-SMALL_GROUPS = hopper.HopperFormat(hopper.CODES, 32, True, 2)
 INT4 = hopper.HopperFormat(hopper.CODES, 128)
 SMALL_GROUPS = hopper.HopperFormat(hopper.CODES, 32, True, 2)
 INTEGERS = ("int4-g128-bfloat16", "int4-g64-float16.zero", "int4", "Q4_0")
@@ -47,20 +46,20 @@ def test_kernels_fill_the_chip(n: int, name: str, side: int, monkeypatch: pytest
             assert kernel.width % 64 == 0 and 2 <= kernel.groups <= hopper.MOST_GROUPS[kernel.tokens]
         else:
             assert kernel.width in hopper.WIDTHS and kernel.tokens == (64 if n <= 64 else 128)
-        assert kernel.side_width % 16 == 0 and kernel.rows(kernel.side_width, hopper.BF16) < side + 32
+        assert kernel.side_width % 16 == 0 and kernel.beside.rows < side + 32
         assert bool(kernel.side_width) == bool(side)
-        free = hopper._shared_bytes() - hopper.ALIGNMENTS - hopper.CODE_STAGES[kernel.groups] * kernel.code_bytes
-        assert kernel.stage_bytes(kernel.width, form.kind) * 3 < free, "three blocks on their way"
+        free = hopper._shared_bytes() - hopper.ALIGNMENTS - kernel.codes[0] * kernel.codes[1]
+        assert kernel.stage_bytes * 3 < free, "three blocks on their way"
     # one program for each multiprocessor, all with as many rows as they can be equal in
     assert hopper.kernel_for(64, 5120, 4, FP8) == hopper.Kernel(80, 64, FP8)
     assert hopper.kernel_for(128, 5120, 4, FP8) == hopper.Kernel(160, 128, FP8)
     # what is beside it has the multiprocessors that are left
     assert hopper.kernel_for(128, 16384, 1, FP8, 96) == hopper.Kernel(128, 128, FP8, 32)
     # of codes 64 to each group of warps, as many as one wave needs
-    assert hopper.kernel_for(64, 5120, 4, INT4) == hopper.Kernel(192, 64, INT4)
-    assert hopper.kernel_for(64, 34816, 1, INT4) == hopper.Kernel(320, 64, INT4)
-    assert hopper.kernel_for(96, 34816, 1, INT4) == hopper.Kernel(192, 96, INT4)
-    assert hopper.kernel_for(256, 16384, 1, INT4) == hopper.Kernel(128, 128, INT4)
+    assert hopper.kernel_for(64, 5120, 4, INT4) == hopper.CodesKernel(192, 64, INT4)
+    assert hopper.kernel_for(64, 34816, 1, INT4) == hopper.CodesKernel(320, 64, INT4)
+    assert hopper.kernel_for(96, 34816, 1, INT4) == hopper.CodesKernel(192, 96, INT4)
+    assert hopper.kernel_for(256, 16384, 1, INT4) == hopper.CodesKernel(128, 128, INT4)
 
 
 def test_what_cannot_compile_is_told_and_not_chosen(
@@ -77,9 +76,8 @@ def test_what_cannot_compile_is_told_and_not_chosen(
     hopper._has_compiler.cache_clear()
     try:
         assert not hopper.works() and not hopper.works()
-        assert [record.message for record in caplog.records if "no builtins" in record.message] == [
-            caplog.records[0].message
-        ]
+        (said,) = (record.message for record in caplog.records)
+        assert "33 rows and more, of SwiGLU in e4m3 17, up to twice as slow: no builtins" in said
     finally:
         hopper._has_compiler.cache_clear()
 
@@ -87,8 +85,8 @@ def test_what_cannot_compile_is_told_and_not_chosen(
 @pytest.mark.parametrize(
     "kernel",
     [hopper.Kernel(160, 128, FP8), hopper.Kernel(160, 128, BLOCKS), hopper.Kernel(144, 64, BLOCKS), hopper.Kernel(128, 128, FP8, 96),
-     hopper.Kernel(64, 64, FP8, 48), hopper.Kernel(160, 128, hopper.HopperFormat(hopper.BF16)), hopper.Kernel(192, 128, SMALL_GROUPS, 96),
-     hopper.Kernel(320, 64, SMALL_GROUPS), hopper.Kernel(128, 64, SMALL_GROUPS, 48), hopper.Kernel(192, 128, INT4), hopper.Kernel(256, 96, INT4)],
+     hopper.Kernel(64, 64, FP8, 48), hopper.Kernel(160, 128, hopper.HopperFormat(hopper.BF16)), hopper.CodesKernel(192, 128, SMALL_GROUPS, 96),
+     hopper.CodesKernel(320, 64, SMALL_GROUPS), hopper.CodesKernel(128, 64, SMALL_GROUPS, 48), hopper.CodesKernel(192, 128, INT4), hopper.CodesKernel(256, 96, INT4)],
     ids=str,
 )  # fmt: skip
 def test_it_compiles_without_spills(kernel: hopper.Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +134,20 @@ def config_for(n: int, w: Matrix, splits: int) -> Narrow:
         w.segments[0].format,
     )
     return narrow_config(*size) if format.codes == "bf16" else decoded_config(*size, format)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-group", "fp8-row", "bf16", "int4-g128-bfloat16"])
+def test_only_what_a_format_uses_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of e4m3 that is stored in blocks of 128 x 128 the kernel that knows it."""
+    begun: list[hopper.Kernel] = []
+    monkeypatch.setattr(hopper, "works", lambda: True)
+    monkeypatch.setattr(hopper, "_begin", begun.append)
+    monkeypatch.setattr(launches, "compile_only", True)
+    w = Matrix.empty(1024, 4096, WEIGHT_FORMATS[name], "rows", 1, DeviceStore("meta").empty)
+    rows = fp8_rows("rows", 64, 4096, allocate_on("meta"))
+    x, out = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(8, 64, 1024, device="meta")
+    Linears([("w", w)]).project("w", x, out, rows)
+    assert [kernel.form.in_blocks for kernel in begun] == [name == "fp8"]
 
 
 @on_hopper

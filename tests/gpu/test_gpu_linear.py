@@ -18,10 +18,10 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear as linear_module
 from deltic.ops.gpu import norm as norm_module
 from deltic.ops.gpu.blocks import BatchState, Rows
+from deltic.ops.gpu.fp8 import Wide
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     Narrow,
-    Wide,
     k_splits,
     narrow_config,
     narrow_linear,

@@ -30,8 +30,9 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.attention_prefill import FlashTile, flash_tile
 from deltic.ops.gpu.chip import HOPPER, described
+from deltic.ops.gpu.fp8 import Wide
 from deltic.ops.gpu.gdn_prefill import _limit, _scan_stages
-from deltic.ops.gpu.linear import Narrow, Wide, narrow_config, wide_config
+from deltic.ops.gpu.linear import Narrow, narrow_config, wide_config
 from deltic.ops.gpu.moe_prefill import MoePrefillTiles, moe_prefill_tiles
 from tests.gpu.chips import CHIPS, KIB
 from tests.planned import settled

@@ -167,7 +167,7 @@ def test_a_scale_for_each_row_of_a_block(tmp_path: Path) -> None:
     scales = torch.rand(70, 3) / 100 + 0.01
     codes, values = tiny._e4m3(w, scales, 1, 128)
     tensor = matrix(tmp_path, {"weight": codes, "weight_scale": scales})
-    assert tensor.dtype == "fp8" and np.array_equal(read(tensor).values(), values.numpy())
+    assert tensor.dtype == "fp8-group" and np.array_equal(read(tensor).values(), values.numpy())
 
 
 def test_blocks_of_modelopt(tmp_path: Path) -> None:

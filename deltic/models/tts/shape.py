@@ -57,8 +57,8 @@ def row_id(text_id: int = NO_TEXT, side: int = NO_SIDE) -> int:
     return (text_id + 1) * N_SIDE + side
 
 
-def split_row(row: int) -> tuple[int, int]:
-    """(text id or NO_TEXT, side) of a row's id."""
+def split_row(row: Any) -> tuple[Any, Any]:
+    """(text id or NO_TEXT, side) of a row's id, or of each of an array."""
     return row // N_SIDE - 1, row % N_SIDE
 
 

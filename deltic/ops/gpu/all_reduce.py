@@ -37,6 +37,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.decode import codes_at
 from deltic.ops.gpu.fp8 import Fp8Rows, check_room, rounded
 from deltic.ops.gpu.launch import INTERPRETED, launch, next_power_of_2
@@ -294,9 +295,7 @@ def _one_shot_kernel(
     row = tl.program_id(0)
     if NORM:
         weights = load_pieces(p_w, width, LANES, PIECES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     epoch = tl.load(p_epochs + row) + 1
     turn = (epoch & 1) * RANKS
     own = _sum_of_slices(p_partials, row, width, stride, SHARDS, SLICES, LANES, PIECES)
@@ -330,9 +329,7 @@ def _two_shot_kernel(
     """
     row = tl.program_id(0)
     weights = load_pieces(p_w, width, LANES, PIECES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     epoch, owner = tl.load(p_epochs + row) + 1, row % RANKS
     turn, o_row = (epoch & 1) * RANKS, row.to(tl.int64) * width
     own = _sum_of_slices(p_partials, row, width, stride, SHARDS, SLICES, LANES, PIECES)
@@ -495,9 +492,7 @@ def _all_gather_kernel(
 ):
     row, slot = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     HOST: tl.constexpr = p_staged is not None
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     epoch = tl.load(p_epochs + slot) + 1
     # what the others had before may still be read there, until they come here
     _meet(p_flags, p_flag_lists, p_epochs, rank, slot, n_slots, epoch, RANKS, HOST)

@@ -38,6 +38,7 @@ Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maxi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -48,7 +49,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
-from deltic.ops.gpu.chip import chip
+from deltic.ops.gpu.chip import chip, wait_for_front
 from deltic.ops.gpu.decode import codes_at
 from deltic.ops.gpu.fp8 import Operand, round_made, rounded, stored_by
 from deltic.ops.gpu.kv import FP8, PLAIN
@@ -432,9 +433,7 @@ def _keys_decode_kernel(
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     i_row, i_kv = tl.program_id(0) // NK, tl.program_id(0) % NK
     if tl.load(p_state_slot + i_row) >= 0:
         position = tl.load(p_position + i_row)
@@ -519,9 +518,7 @@ def _attention_decode_kernel(
         if PDL:
             _ask_for(p_page, i_kv, KV, NK, D, PAGE)
         b_turn, b_turn_other = turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_front(PDL)
         b_q = rotated(
             p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
         )
@@ -646,10 +643,7 @@ def attention_decode(
     n_pairs = n_rows * heads.n_kv
     capacity = splits.capacity(max_len)
     records, counters = scratch.output.shape[2], scratch.arrived.shape[2]
-
-    def expect(condition: bool, expected: str) -> None:
-        check("attention_decode", condition, expected)
-
+    expect = partial(check, "attention_decode")
     expect(proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
     expect(proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj rows, cos, sin")
     expect(heads.n_q % heads.n_kv == 0 and group <= _MAX_GROUP, f"at most {_MAX_GROUP} query heads a key head")

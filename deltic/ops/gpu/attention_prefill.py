@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.geometry import AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.chip import chip, load_tile, tiles_of
+from deltic.ops.gpu.chip import chip, load_tile, tiles_of, wait_for_front
 from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
 from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.kv_formats import KvPages
@@ -61,9 +63,7 @@ def _prepare_kernel(
     FIRST: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):
     """Prepares the tokens of a block times one head of q | k | v, from head FIRST on, a program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     i_b = tl.program_id(1)
     i_h = tl.program_id(0) + FIRST
     n = tl.load(n_tokens + i_b)
@@ -249,8 +249,8 @@ class Axes:
         angles, sections = self.angles, self.sections
         if angles is None:
             return {"ROWS_END": 0, "COLUMNS_END": 0}
-        if angles.shape != (3, n_tokens) or angles.dtype != torch.int32 or not angles.is_contiguous() or len(sections) != 3:
-            raise ValueError(f"{operator}: int32 angles [3, {n_tokens}], and three sections")
+        fits = angles.shape == (3, n_tokens) and angles.dtype == torch.int32 and angles.is_contiguous() and len(sections) == 3
+        check(operator, fits, f"int32 angles [3, {n_tokens}], and three sections")
         return {"ROWS_END": 3 * sections[1], "COLUMNS_END": 3 * sections[2]}
 
 
@@ -275,16 +275,12 @@ def attention_prefill(
     in the block's own page become zero.
     In between q lies in `query` as [blocks, nq, 64, d], so that a tile of the flash kernel is one run of
     memory.
-    Leaves out: sliding windows, biases, soft caps. Raises ValueError for shapes and types it does not serve.
+    Leaves out: sliding windows, biases, soft caps. Raises KernelError for shapes and types it does not serve.
     """
     cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
     d, n_blocks, half = heads.dim, blocks.n.shape[0], cos.shape[1]
     n_tokens = BLOCK * n_blocks
-
-    def expect(ok: bool, text: str) -> None:
-        if not ok:
-            raise ValueError(f"attention_prefill: {text}")
-
+    expect = partial(check, "attention_prefill")
     expect(d >= 32 and d == next_power_of_2(d) and d <= 256, f"head_dim 32, 64, 128 or 256, found {d}")
     expect(heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     expect(2 * half <= d and sin.shape == cos.shape and sin.stride() == cos.stride(), f"at most {d} rotary dims, found {2 * half}")
@@ -326,15 +322,14 @@ def keys_prefill(
 ) -> None:
     """Writes the keys and values of the tokens of `blocks`, and nothing else: the bits of attention_prefill.
 
-    Arguments as there; q and gates of proj are not read. Raises ValueError for shapes and types it does not
+    Arguments as there; q and gates of proj are not read. Raises KernelError for shapes and types it does not
     serve.
     """
     cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
     d, n_tokens, half = heads.dim, BLOCK * blocks.n.shape[0], cos.shape[1]
-    if proj.shape != (n_tokens, heads.row) or not proj.is_contiguous():
-        raise ValueError(f"keys_prefill: contiguous proj [{n_tokens}, {heads.row}]")
-    if proj.dtype != torch.bfloat16 or not kv.fits(pages, heads.n_kv, d, format):
-        raise ValueError(f"keys_prefill: bfloat16 proj, and {kv.expected(heads.n_kv, d, format)}")
+    check("keys_prefill", proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
+    fits = proj.dtype == torch.bfloat16 and kv.fits(pages, heads.n_kv, d, format)
+    check("keys_prefill", fits, f"bfloat16 proj, and {kv.expected(heads.n_kv, d, format)}")
     launch(
         _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, weights.k_norm, weights.k_norm, weights.eps, blocks.n, blocks.position, blocks.page,
         cos, sin, cos.stride(0), axes.angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),

@@ -116,6 +116,16 @@ def group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
 
 
 @triton.jit
+def wait_for_front(PDL: tl.constexpr):
+    """Waits for the kernel in front, whose writes are read from here on, and lets the next one start
+    (launch.py).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch_l2(p_line):
     """Asks for the lines of these addresses to be brought into L2.
 

@@ -21,6 +21,7 @@ not touch the bits (ops/gpu/linear.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -402,10 +403,7 @@ def conv(
     t = n // streams.n
     padded = w.w.shape[2] // w.taps
     reach = (w.taps - 1) * w.dilation
-
-    def expect(condition: bool, expected: str) -> None:
-        check("conv", condition, expected)
-
+    expect = partial(check, "conv")
     expect(x.dtype == torch.bfloat16 and x.shape == (2, n, w.c) and x[0].is_contiguous(), f"bfloat16 x [2, N, {w.c}]")
     expect(n == streams.n * t and t % streams.n_frames == 0, "whole rows of each frame and stream")
     expect((history is None) == (reach == 0) and (history is None or history.rows == reach), f"a ring of {reach} rows")

@@ -356,8 +356,10 @@ def _looked_up(w, i_k, CODES: tl.constexpr):
 
 
 @triton.jit
-def load_codes(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """The codes of BLOCK_K columns from first_k + i_k on, i_k a multiple of BLOCK_K, and their high bits."""
+def load_codes(w, i_k, CODES: tl.constexpr):
+    """The codes of BLOCK_K columns (`rows_from`) from first_k + i_k on, i_k a multiple of BLOCK_K, and their
+    high bits.
+    """
     if CODES == BF16:
         block = (tl.load(w[0] + i_k),)
     elif CODES == E4M3:
@@ -431,7 +433,7 @@ def load_more_scales(
 @triton.jit
 def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
     """Loads the codes of a block, then its scales."""
-    return load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + load_scales(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
+    return load_codes(w, i_k, CODES) + load_scales(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
 
 
 # Values that codes stand for.

@@ -22,8 +22,9 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch
-from deltic.ops.gpu.norm import LANES, norm_warps, pieces, tree_sum
+from deltic.ops.gpu.norm import LANES, load_pieces, norm_warps, pieces, store_norm
 from deltic.ops.gpu.sample import Draws
 
 MOST_DRAFTS = 32
@@ -121,9 +122,7 @@ def _go_on_kernel(
 @triton.jit
 def _follow_kernel(p_next, p_drawn, p_token, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Ids behind the tokens of prompts: those that are not known yet, -1 - d, are those of the draws d."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_next = tl.load(p_next + o)
     b_drawn = tl.load(p_drawn - 1 - b_next, mask=b_next < 0, other=0)
@@ -137,33 +136,21 @@ def _pair_kernel(
 ):
     """A half of a row: the embedding, normed, and behind it the hidden state. The residual is 0 then."""
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    p_w = tl.where(half == 0, p_embedding_norm, p_hidden_norm)
+    weights = load_pieces(tl.where(half == 0, p_embedding_norm, p_hidden_norm), width, LANES, PIECES)
+    wait_for_front(PDL)
     o_lane = tl.arange(0, LANES)
-    weights: tl.tuple = ()
-    for j in tl.static_range(PIECES):
-        weights += (tl.load(p_w + j * LANES + o_lane, mask=j * LANES + o_lane < width, other=0.0),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     pieces: tl.tuple = ()
-    b_square = tl.zeros((LANES,), tl.float32)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
         b_mask = o_col < width
         b_x = tl.load(p_residual + row * width + o_col, mask=b_mask & (half == 0), other=0.0)
         b_x += tl.load(p_hidden + row * width + o_col, mask=b_mask & (half == 1), other=0.0).to(tl.float32)
-        b_square = tl.fma(b_x, b_x, b_square)
         pieces += (b_x,)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
         tl.store(p_residual + row * width + o_col, tl.zeros((LANES,), tl.float32), mask=(o_col < width) & (half == 0))
-    b_total = tree_sum(b_square, LANES)
-    b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
     p_to = p_out + (2 * row + half) * width
-    for j in tl.static_range(PIECES):
-        o_col = j * LANES + o_lane
-        b_y = pieces[j] * b_inverse * (1.0 + weights[j])
-        tl.store(p_to + o_col, b_y.to(tl.bfloat16), mask=o_col < width)
+    store_norm(p_to, None, None, 0, pieces, weights, width, inverse_width, eps, LANES, PIECES, 1)
 
 
 def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows) -> None:

@@ -119,7 +119,7 @@ def product_of_rows(
     codes: tl.tuple = ()
     if AHEAD:
         for i in tl.static_range(N):
-            codes += (load_codes(w, tl.full((), i * BLOCK_K, tl.int32), BLOCK_K, CODES, SCALES, GROUP),)
+            codes += (load_codes(w, tl.full((), i * BLOCK_K, tl.int32), CODES),)
     if WAIT:
         tl.extra.cuda.gdc_wait()
     if AHEAD:

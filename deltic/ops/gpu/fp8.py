@@ -28,7 +28,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.chip import chip, group_of
+from deltic.ops.gpu.chip import chip, group_of, wait_for_front
 from deltic.ops.gpu.decode import address, codes_at, constants, e4m3, k_block, scale_plane
 from deltic.ops.gpu.launch import INTERPRETED, launch, scaled_matmul, spread_rows
 from deltic.ops.matrix import Segment, planes
@@ -82,14 +82,14 @@ def room(rows: Fp8Rows | None) -> Fp8Rows:
 
 
 @triton.jit
-def _nearest(b_x):
-    """The codes nearest to floats of magnitudes up to 448, ties to even."""
+def nearest(b_x):
+    """The codes nearest to floats of magnitudes up to 448, ties to even; of NaN NaN."""
     if not _INTERPRETED and cuda_capability_geq(8, 9):
         b_codes = b_x.to(tl.float8e4nv)
     else:
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_most = b_bits & 0x7FFFFFFF
-        b_normal = ((b_most + 0x7FFFF + ((b_most >> 20) & 1)) >> 20) - 960
+        b_normal = tl.minimum(((b_most + 0x7FFFF + ((b_most >> 20) & 1)) >> 20) - 960, 0x7F)
         # below 2^-6 in steps of 2^-9: what is added rounds to those
         b_small = (b_most.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
         b_codes = (tl.where(b_most < 0x3C800000, b_small, b_normal) | ((b_bits >> 24) & 0x80)).to(tl.uint8)
@@ -105,7 +105,7 @@ def _powers(b_most):
 
 
 @triton.jit
-def _magnitudes(b_float):
+def magnitudes(b_float):
     """Bits of magnitudes. As integers they have the same order, and a warp has their maximum by one
     instruction.
     """
@@ -118,16 +118,16 @@ def rounded(b_x):
     as well.
     """
     b_float = b_x.to(tl.float32)
-    b_inverse, b_scale = _powers(tl.max(_magnitudes(b_float), 1))
-    return _nearest(b_float * b_inverse[:, None]), b_scale
+    b_inverse, b_scale = _powers(tl.max(magnitudes(b_float), 1))
+    return nearest(b_float * b_inverse[:, None]), b_scale
 
 
 @triton.jit
 def rounded_block(b_x):
     """Codes [BLOCK_K] and scale of one block, in the layout that it has; else as `rounded`."""
     b_float = b_x.to(tl.float32)
-    inverse, scale = _powers(tl.max(_magnitudes(b_float), 0))
-    return _nearest(b_float * inverse), scale
+    inverse, scale = _powers(tl.max(magnitudes(b_float), 0))
+    return nearest(b_float * inverse), scale
 
 
 @triton.jit
@@ -238,9 +238,7 @@ def _fp8_kernel(
     p_x, p_x_scale, p_w, p_out, t, m, k, out_row, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     i_t, i_m = group_of(tl.program_id(0), tl.cdiv(t, BLOCK_T), tl.cdiv(m, BLOCK_M), TOGETHER)
 
     o_t, o_m = i_t * BLOCK_T + tl.arange(0, BLOCK_T), i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -264,8 +262,8 @@ def _fp8_kernel(
 
 
 @dataclass(frozen=True)
-class Fp8Tile:
-    """Tile of a product. No field changes a bit."""
+class Wide:
+    """Tile of a product of many rows, in bf16 too (linear.py). No field changes a bit."""
 
     block_t: int
     block_m: int
@@ -273,13 +271,13 @@ class Fp8Tile:
     num_stages: int
 
 
-def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
+def fp8_tile(t: int, m: int, block_k: int) -> Wide:
     """The largest tile that still gives every SM one. One whose sums leave registers to a second is as fast
     as one of twice the size.
     """
     block_m = next(b for b in (256, 128, 64) if b == 64 or -(-t // 64) * -(-m // b) >= chip().n_sms - 12)
     warps = max(4, block_m // (32 if chip().multiplies_from_shared else 16))
-    return Fp8Tile(64, block_m, warps, max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
+    return Wide(64, block_m, warps, max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
 
 
 def vendor_multiplies(segment: Segment, out: Tensor) -> bool:
@@ -308,23 +306,24 @@ def block_scales(segment: Segment) -> Tensor | None:
     """float32 [M / 128, K / 128 rounded up to a multiple of 4]: the scales of blocks of 128 x 128, if this is
     e4m3 in such blocks, as most published ones are. The vendor's library multiplies a fifth faster by those
     than by a scale for each row (of some hundred rows or more), and to the same bits, since the scales of x
-    are powers of two.
+    are powers of two. Where kernels are only collected, the format's word is taken: rows of several tensors
+    may stand in an order that breaks blocks, and then a kernel more is compiled when it is first started.
     """
-    memory = segment.data
-    in_groups = segment.format.codes == "e4m3" and segment.format.group == 128 and segment.n_matrices == 1
-    if not in_groups or segment.n % 128 or segment.k % 128 or not memory.is_cuda:
+    memory, (n, k) = segment.data, (segment.n, segment.k)
+    if segment.format.rows != 128 or segment.n_matrices > 1 or n % 128 or k % 128 or memory.is_cpu:
         return None
-    blocks = _row_scales(segment).view(segment.k // 128, segment.n // 128, 128)
-    first = blocks[..., 0]
-    if not torch.equal(first[..., None].expand_as(blocks), blocks):
-        return None
-    found = torch.zeros(segment.n // 128, -(-segment.k // 512) * 4, device=memory.device)
-    found[:, : segment.k // 128] = first.t()
+    found = torch.zeros(n // 128, -(-k // 512) * 4, device=memory.device)
+    if not memory.is_meta:
+        blocks = _row_scales(segment).view(k // 128, n // 128, 128)
+        first = blocks[..., 0]
+        if not torch.equal(first[..., None].expand_as(blocks), blocks):
+            return None
+        found[:, : k // 128] = first.t()
     return found
 
 
 def fp8_linear(
-    rows: Fp8Rows, segment: Segment, out: Tensor, *, blocks: Tensor | None = None, tile: Fp8Tile | None = None
+    rows: Fp8Rows, segment: Segment, out: Tensor, *, blocks: Tensor | None = None, tile: Wide | None = None
 ) -> None:
     """out[t, m] = the sum over k of x[t, k] w[m, k]. rows: x by `round_rows`, `k_block` of K columns;
     segment: e4m3 [M, K] in rows; out: bfloat16 or float32 [T, M], whose rows may lie apart. Rows are

@@ -24,8 +24,9 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import N_CODES, AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_decode import rotated, summed, turn
 from deltic.ops.gpu.blocks import BLOCK, BatchState, Blocks, Rows
+from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch, next_power_of_2
-from deltic.ops.gpu.norm import LANES, pieces
+from deltic.ops.gpu.norm import LANES, copy_row, pieces
 from deltic.ops.gpu.sample_kernels import (
     LEAST_T,
     LOWEST,
@@ -69,13 +70,6 @@ class FrameRows(Rows):
 
 
 @triton.jit
-def _copy_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
-    for j in tl.static_range(PIECES):
-        o = j * LANES + tl.arange(0, LANES)
-        tl.store(p_to + o, tl.load(p_from + o, mask=o < width, other=0.0).to(p_to.dtype.element_ty), mask=o < width)
-
-
-@triton.jit
 def _begin_kernel(
     p_rows_batch_slot, p_last_token, p_positions, p_state_slots, p_done, p_n_prompt, p_batch_slot, p_state_slot, p_position, p_frame,
     p_codes, p_sums, p_past, p_table, p_inner_table, p_into, p_rows, n_codes, width, inner_width, n,
@@ -98,16 +92,14 @@ def _begin_kernel(
     tl.store(p_codes + i * GROUPS, code)
     row, code = i.to(tl.int64), code.to(tl.int64)
     state_slot = tl.where(used, tl.maximum(state_slot, 0), 0).to(tl.int64)
-    _copy_row(p_table + code * width, p_sums + row * width, width, LANES, PIECES)
-    _copy_row(p_past + state_slot * width, p_into + row * width, width, LANES, PIECES)
-    _copy_row(p_inner_table + code * inner_width, p_rows + (n + row) * inner_width, inner_width, LANES, INNER_PIECES)
+    copy_row(p_table + code * width, p_sums + row * width, width, LANES, PIECES)
+    copy_row(p_past + state_slot * width, p_into + row * width, width, LANES, PIECES)
+    copy_row(p_inner_table + code * inner_width, p_rows + (n + row) * inner_width, inner_width, LANES, INNER_PIECES)
 
 
 @triton.jit
 def _project_kernel(p_parts, p_bias, p_rows, width, stride_s, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * width + o
     b_x = summed(p_parts, at, o < width, stride_s, S)
@@ -125,9 +117,7 @@ def _code_attention_kernel(
     """
     i, i_kv = tl.program_id(0), tl.program_id(1)
     state_slot = tl.load(p_state_slot + i)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     if state_slot >= 0:
         o_g, o_d, o_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, KEYS)
         p_k = p_pages + i.to(tl.int64) * page_row + i_kv * (KEYS * D)
@@ -223,20 +213,18 @@ def _draw_kernel(
             # what follows from logits that are not finite is not, and ends the sequence
             tl.store(p_sums + row * width + o, tl.where(bad > 0, float("nan"), b_sum), mask=mask)
         if not IS_LAST:
-            _copy_row(p_inner_table + code * inner_width, p_rows + row * inner_width, inner_width, LANES, INNER_PIECES)
+            copy_row(p_inner_table + code * inner_width, p_rows + row * inner_width, inner_width, LANES, INNER_PIECES)
 
 
 @triton.jit
 def _keep_kernel(
     p_x, p_state_slot, p_past, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     row = tl.program_id(0).to(tl.int64)
     state_slot = tl.load(p_state_slot + row)
     if state_slot >= 0:
-        _copy_row(p_x + row * width, p_past + state_slot.to(tl.int64) * width, width, LANES, PIECES)
+        copy_row(p_x + row * width, p_past + state_slot.to(tl.int64) * width, width, LANES, PIECES)
 
 
 @triton.jit

@@ -36,6 +36,7 @@ must be aligned.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -521,10 +522,7 @@ def gdn_decode(
 
 def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: int) -> None:
     columns, gates = windows.columns, windows.gates
-
-    def expect(condition: bool, expected: str) -> None:
-        check("gdn_decode", condition, expected)
-
+    expect = partial(check, "gdn_decode")
     expect(columns.dtype == torch.bfloat16 and gates.dtype == torch.float32, "bfloat16 columns, float32 gates")
     n_batch_slots, n_window, n_channels = columns.shape
     expect(n_channels == heads.channels and n_window >= window_rows(2), f"windows [batch_slots, W, {heads.channels}]")
@@ -540,10 +538,7 @@ def _check(
 ) -> None:
     columns, states = memory.columns, memory.states
     n_rows, n_channels, n_out = proj.shape[1], heads.channels, heads.n_v * heads.v_dim
-
-    def expect(condition: bool, expected: str) -> None:
-        check("gdn_decode", condition, expected)
-
+    expect = partial(check, "gdn_decode")
     floats = (proj, weights.conv, weights.a_log, weights.dt_bias, weights.norm)
     expect(all(x.dtype == torch.float32 for x in floats), "float32 proj and weights")
     expect(states.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16 states")

@@ -31,11 +31,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate, GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks, StateSlots
 from deltic.ops.gpu.chip import chip
@@ -98,7 +100,7 @@ def gdn_prefill(
     The next kernels start on what the scan has left after chunk_blocks(B) blocks, beside its going on, on a
     second stream. Bits are the same.
 
-    dk, dv: multiples of 16, at most 128; Hv a multiple of Hk. Raises ValueError where shapes do not fit.
+    dk, dv: multiples of 16, at most 128; Hv a multiple of Hk. Raises KernelError where shapes do not fit.
     What blocks says changes from step to step and is not checked.
     """
     n_blocks, n_segments = len(blocks.n), len(blocks.state_slot)
@@ -235,11 +237,7 @@ def _check(
     columns, states = memory.columns, memory.states
     n_rows, channels, n_v, k_dim, v_dim = BLOCK * len(blocks.n), heads.channels, heads.n_v, heads.k_dim, heads.v_dim
     n_out, bf16 = n_v * v_dim, torch.bfloat16
-
-    def expect(holds: bool, text: str) -> None:
-        if not holds:
-            raise ValueError(f"gdn_prefill: {text}")
-
+    expect = partial(check, "gdn_prefill")
     expect(k_dim % 16 == v_dim % 16 == 0 and max(k_dim, v_dim) <= 128, "dk, dv % 16 == 0 and at most 128")
     expect(n_v % heads.n_k == 0, "Hv % Hk == 0")
     is_wide = len(proj) == n_rows and proj.shape[1] >= channels + n_out + 2 * n_v

@@ -6,20 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltic.ops.gpu.chip import either
+from deltic.ops.gpu.chip import either, wait_for_front
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 # Of these only scalars are loaded: one compiled kernel will do, wherever they lie in a step's inputs.
 _INDICES = ["p_n", "p_position", "p_segment", "p_begin", "p_start_slot", "p_state_slot", "p_snapshot"]
 _BOUNDS = ["chunk_begin", "chunk_end"]
-
-
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    """Every kernel here reads what the one in front wrote, first of all."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -148,7 +140,7 @@ def gdn_keys(
 ):
     i_head = tl.program_id(0)  # q heads, then k heads, then the gates
     i_block = tl.program_id(1)
-    _wait(PDL)
+    wait_for_front(PDL)
     n = tl.load(p_n + i_block)
     if n == 0:
         return
@@ -226,7 +218,7 @@ def gdn_solve(
 ):
     i_head = tl.program_id(0)
     i_block = chunk_begin + tl.program_id(1)
-    _wait(PDL)
+    wait_for_front(PDL)
     n = tl.load(p_n + i_block)
     if n == 0:
         return
@@ -279,7 +271,7 @@ def gdn_scan(
     o_v = tl.program_id(0) % (BV // ROWS) * ROWS + tl.arange(0, ROWS)
     o_k = tl.arange(0, BK)
     o_token = tl.arange(0, 64)
-    _wait(PDL)
+    wait_for_front(PDL)
     segment_begin = tl.load(p_begin + i_segment)
     begin = tl.maximum(segment_begin, chunk_begin)
     end = tl.minimum(tl.load(p_begin + i_segment + 1), chunk_end)
@@ -366,7 +358,7 @@ def gdn_output(
     i_block = chunk_begin + tl.program_id(1)
     o_token = tl.arange(0, 64)
     o_v = tl.arange(0, BV)
-    _wait(PDL)
+    wait_for_front(PDL)
     row = i_block.to(tl.int64) * 64
     in_out = (o_v < DV)[None, :]
     p_to = p_out + (row + o_token[:, None]) * out_stride + i_head * DV + o_v[None, :]

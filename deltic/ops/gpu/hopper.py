@@ -20,10 +20,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -63,12 +63,13 @@ FEWEST_SMALL_GROUPS, MOST_CODES = 65, 256
 """Rows from which groups of fewer than 128 codes were measured, and up to which all were."""
 CODE_ROWS, MOST_GROUPS = 64, {64: 5, 96: 4, 128: 3}
 """Rows of codes of a group of warps; groups whose sums fit into registers, by rows of x of a program."""
-
+CODE_STAGES = {2: 5, 3: 4, 4: 3, 5: 3}
+"""Stages of 256 columns of codes, for groups of warps: some 70 KiB on their way."""
 
 BF16, E4M3, CODES = range(3)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class HopperFormat:
     """A format of weights as hopper.cu reads it; of codes of 4 bits with their groups.
 
@@ -89,34 +90,36 @@ class HopperFormat:
         return (64, 128, 256)[self.kind]
 
 
-def hopper_format(format: WeightFormat) -> HopperFormat | None:
+def hopper_format(format: WeightFormat, in_blocks: bool = False) -> HopperFormat | None:
     """Returns the form of a format, or None for one that is not multiplied here."""
     if format.codes == "bf16":
         return HopperFormat(BF16)
     if format.codes == "e4m3" and format.scales == "float32" and format.group in (0, 128):
-        return HopperFormat(E4M3)
+        return HopperFormat(E4M3, in_blocks=in_blocks)
     kind, _, with_ = format.scales.partition(".")
     if format.codes == "uint4" and kind in ("float16", "bfloat16") and format.group in (32, 64, 128):
         return HopperFormat(CODES, format.group, kind == "float16", {"": 0, "least": 1, "zero": 2}[with_])
     return None
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Kernel:
-    """A form of hopper.cu, with codes of hopper_codes.cu: the constants that it is compiled with."""
+    """A form of hopper.cu: the constants that it is compiled with. Rows of w are the right side of a product.
+    """
 
     width: int
     """Rows of w of a group of warps; of codes, of a program."""
     tokens: int
-    """Rows of x of a program."""
+    """Rows of x of a program, at most."""
     form: HopperFormat
     side_width: int = 0
     """Width of a second weight beside it, in bfloat16; 0: there is none."""
+    files: ClassVar[tuple[Path, ...]] = (SOURCE,)
 
     @property
     def groups(self) -> int:
         """Groups of four warps that multiply."""
-        return self.width // CODE_ROWS if self.form.kind == CODES else 2
+        return 2
 
     @property
     def token_tiles(self) -> int:
@@ -132,39 +135,42 @@ class Kernel:
         return 384 if self.is_wide else 128 * self.groups + 32
 
     @property
-    def in_blocks(self) -> Kernel:
-        """The same for e4m3 that is in blocks."""
-        return replace(self, form=replace(self.form, in_blocks=True)) if self.form.kind == E4M3 else self
-
-    @property
     def x_blocks(self) -> int:
         """Blocks of 64 columns of x in a stage beside codes."""
         return 2 if self.tokens <= 64 else 1
 
-    def x_rows(self, kind: int) -> int:
+    @property
+    def x_rows(self) -> int:
         """Rows of x of a program."""
-        return self.tokens if kind == CODES else TOKENS * self.token_tiles
-
-    def rows(self, width: int, kind: int) -> int:
-        """Rows of w of a program."""
-        return width * (2 if self.token_tiles == 1 and kind != CODES else 1)
-
-    def stage_bytes(self, width: int, kind: int) -> int:
-        """Shared memory of a block of K of 128 bytes, with scales of e4m3 and two barriers; beside codes, of
-        x_blocks of x alone.
-        """
-        if kind == CODES:
-            return 128 * self.tokens * self.x_blocks + 16
-        rows = self.rows(width, kind)
-        return 128 * (TOKENS * self.token_tiles + rows) + (4 * (rows + TOKENS * self.token_tiles) if kind == E4M3 else 0) + 16
+        return TOKENS * self.token_tiles
 
     @property
-    def code_bytes(self) -> int:
-        """Shared memory of 256 columns of codes, with all that is stored of them."""
-        if self.form.kind != CODES:
-            return 0
-        each = 2 + (0, 2, 1)[self.form.least]
-        return self.width * (128 + 256 // self.form.group * each) + 16
+    def rows(self) -> int:
+        """Rows of w of a program."""
+        return self.width * (2 if self.token_tiles == 1 else 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a block of K of 128 bytes, with scales of e4m3, and two barriers."""
+        return (128 + 4 * (self.form.kind == E4M3)) * (self.x_rows + self.rows) + 16
+
+    @property
+    def codes(self) -> tuple[int, int]:
+        """Stages of 256 columns of codes, and shared memory of each, with all that is stored of them."""
+        return 0, 0
+
+    @property
+    def beside(self) -> Kernel:
+        """The same of the second weight."""
+        return Kernel(self.side_width, self.tokens, HopperFormat(BF16))
+
+    @property
+    def instruction(self) -> str:
+        return _instruction(self.width, self.form.kind == E4M3)
+
+    def box_rows(self, swiglu: bool) -> int:
+        """Rows of w that are copied at once."""
+        return self.width // (2 if swiglu else 1)
 
     def source(self) -> str:
         """CUDA C++."""
@@ -184,12 +190,43 @@ class Kernel:
             "X_BLOCKS": self.x_blocks,
         }
         defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
-        codes, e4m3 = self.form.kind == CODES, self.form.kind == E4M3
-        made = {_instruction(self.tokens, decoded=True) if codes else _instruction(self.width, e4m3)}
-        if self.side_width:
-            made.add(_instruction(self.side_width))
-        files = (SOURCE, SOURCE_OF_CODES) if codes else (SOURCE,)
-        return "".join((defined, _DECLARED, *sorted(made), *(file.read_text() for file in files)))
+        made = {self.instruction} | ({self.beside.instruction} if self.side_width else set())
+        return "".join((defined, _DECLARED, *sorted(made), *(file.read_text() for file in self.files)))
+
+
+class CodesKernel(Kernel):
+    """The same with codes of 4 bits: their rows are the left side, CODE_ROWS a group of warps."""
+
+    files = (SOURCE, SOURCE_OF_CODES)
+
+    @property
+    def groups(self) -> int:
+        return self.width // CODE_ROWS
+
+    @property
+    def x_rows(self) -> int:
+        return self.tokens
+
+    @property
+    def rows(self) -> int:
+        return self.width
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of x_blocks of x alone, and two barriers."""
+        return 128 * self.tokens * self.x_blocks + 16
+
+    @property
+    def codes(self) -> tuple[int, int]:
+        each = 2 + (0, 2, 1)[self.form.least]
+        return CODE_STAGES[self.groups], self.width * (128 + 256 // self.form.group * each) + 16
+
+    @property
+    def instruction(self) -> str:
+        return _instruction(self.tokens, decoded=True)
+
+    def box_rows(self, swiglu: bool) -> int:
+        return CODE_ROWS // 2
 
 
 _DECLARED = """template <int N, bool IS_E4M3>
@@ -233,7 +270,8 @@ def _has_compiler() -> bool:
         except Exception as raised:  # what a missing library raises is the bindings' own
             error = raised
     if torch.cuda.is_available():
-        log.warning("NVRTC cannot compile: Triton multiplies 33 rows and more, up to twice as slow: %s", error)
+        said = f"{FEWEST} rows and more, of SwiGLU in e4m3 {FEWEST_SWIGLU}"
+        log.warning("NVRTC cannot compile: Triton multiplies %s, up to twice as slow: %s", said, error)
     return False
 
 
@@ -291,7 +329,7 @@ def kernel_for(n: int, m: int, splits: int, form: HopperFormat, side: int = 0) -
     # what is beside it is done sooner with all multiprocessors that are left
     left = max(n_tiles, chip().n_sms - n_programs(m, width * each))
     side_width = next((few for few in range(16, side + 16, 16) if n_programs(side, few * side_each) <= left), 0)
-    return Kernel(width, tokens, form, side_width)
+    return (CodesKernel if form.kind == CODES else Kernel)(width, tokens, form, side_width)
 
 
 # Compiling and loading.
@@ -436,19 +474,16 @@ class _Given:
         return [self.w.address, self.x.address, ctypes.addressof(self.arguments), ctypes.addressof(self.n_stages)]
 
 
-CODE_STAGES = {2: 5, 3: 4, 4: 3, 5: 3}
-"""Stages of 256 columns of codes, for groups of warps: some 70 KiB on their way."""
 ALIGNMENTS = 2048
 """Bytes of shared memory that two alignments to 1024 may take."""
 
 
 def _given(
-    kernel: Kernel, width: int, part: tuple[Segment, Tensor], x: Tensor, rows: Fp8Rows | None, form: HopperFormat, swiglu: bool
+    kernel: Kernel, part: tuple[Segment, Tensor], x: Tensor, rows: Fp8Rows | None, swiglu: bool
 ) -> _Given:
     """rows: x rounded, where the weight is e4m3."""
-    (segment, out), n = part, len(x)
+    (segment, out), (code_stages, code_bytes), n = part, kernel.codes, len(x)
     splits, half = len(out) if out.ndim == 3 else 1, segment.n // 2 if swiglu else 0
-    code_stages = CODE_STAGES[kernel.groups] if form.kind == CODES else 0
     each, row_bytes = (2, 2 * segment.k) if rows is None else (1, segment.k)
     a = _Arguments(out=out.data_ptr(), out_split=out.stride(0) if out.ndim == 3 else 0, out_row=out.stride(-2))
     at = {
@@ -459,18 +494,16 @@ def _given(
     a.x_scale = None if rows is None else rows.scale.data_ptr()
     a.n, a.m, a.m_used, a.up = n, segment.n, out.shape[-1], half
     a.n_blocks, a.scale_blocks, a.n_code_stages = row_bytes // splits // 128, segment.format.group // 128, code_stages
-    x_rows = kernel.x_rows(form.kind)
-    a.tiles_n = -(-n // x_rows)
-    a.tiles_m = -(-out.shape[-1] // (kernel.rows(width, form.kind) // (2 if swiglu else 1)))
+    a.tiles_n = -(-n // kernel.x_rows)
+    a.tiles_m = -(-out.shape[-1] // (kernel.rows // (2 if swiglu else 1)))
     a.n_tiles = a.tiles_n * a.tiles_m * splits
     a.out_kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
-    free = _shared_bytes() - ALIGNMENTS - code_stages * kernel.code_bytes
-    n_stages = free // kernel.stage_bytes(width, form.kind)
+    n_stages = (_shared_bytes() - ALIGNMENTS - code_stages * code_bytes) // kernel.stage_bytes
     assert n_stages >= 2, "a block is released when the next one is being multiplied"
-    w_bytes, w_each = (segment.k // 2, 1) if form.kind == CODES else (row_bytes, each)
+    w_bytes, w_each = int(segment.k * segment.format.bits) // 8, 2 if segment.format.codes == "bf16" else 1
     return _Given(
-        _TensorMap(segment.data, segment.n, w_bytes, w_each, CODE_ROWS // 2 if form.kind == CODES else width // (2 if swiglu else 1)),
-        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, x_rows),
+        _TensorMap(segment.data, segment.n, w_bytes, w_each, kernel.box_rows(swiglu)),
+        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, kernel.x_rows),
         a,
         ctypes.c_int(n_stages),
     )
@@ -483,17 +516,15 @@ def multiply(
     `in_blocks`.
     """
     (segment, out), *others = parts
-    n, form, splits = len(x), hopper_format(segment.format), len(out) if out.ndim == 3 else 1
+    n, form, splits = len(x), hopper_format(segment.format, in_blocks), len(out) if out.ndim == 3 else 1
     assert form is not None
     kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
     launches.n += 1
     if launches.compile_only:  # no weights are there yet
         _begin(kernel)
-        _begin(kernel.in_blocks)
         return
-    kernel = kernel.in_blocks if in_blocks else kernel
-    given = _given(kernel, kernel.width, parts[0], x, rows if form.kind == E4M3 else None, form, swiglu)
-    beside = _given(kernel, kernel.side_width, others[0], x, None, HopperFormat(BF16), False) if others else None
+    given = _given(kernel, parts[0], x, rows if form.kind == E4M3 else None, swiglu)
+    beside = _given(kernel.beside, others[0], x, None, False) if others else None
     n_beside = beside.arguments.n_tiles if beside else 0
     n_programs = min(given.arguments.n_tiles, max(1, chip().n_sms - n_beside))
     config = driver.CUlaunchConfig()

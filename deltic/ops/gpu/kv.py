@@ -37,6 +37,7 @@ from triton.language.target_info import cuda_capability_geq, is_hip
 
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.decode import e4m3
+from deltic.ops.gpu.fp8 import magnitudes, nearest
 from deltic.ops.gpu.launch import INTERPRETED
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat
 
@@ -104,34 +105,18 @@ def values_at(p_page, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr)
 
 
 @triton.jit
-def _bits(b_x):
-    """int32: of magnitudes, which they order; those of what is not finite are the largest."""
-    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _scale(b_size, MOST: tl.constexpr, b_bits):
     """float32 that float16 holds: size / MOST, at least 2^-14; NaN where one of b_bits is not finite."""
     b_scale = tl.div_rn(b_size, tl.full(b_size.shape, MOST, tl.float32)).to(tl.float16).to(tl.float32)
     b_scale = tl.maximum(b_scale, 0.00006103515625)
-    return tl.where((b_bits < 0x7F800000) & (_bits(b_scale) < 0x7F800000), b_scale, float("nan"))
+    return tl.where((b_bits < 0x7F800000) & (magnitudes(b_scale) < 0x7F800000), b_scale, float("nan"))
 
 
 @triton.jit
 def e4m3_codes(b_x):
     """uint8: codes nearest to float32, ties to even, of at most 448; of what is not finite NaN."""
-    b_most = tl.where(_bits(b_x) < 0x7F800000, tl.minimum(tl.maximum(b_x, -448.0), 448.0), float("nan"))
-    if not _INTERPRETED and cuda_capability_geq(8, 9):
-        b_codes = b_most.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        b_bits = b_most.to(tl.int32, bitcast=True)
-        b_size = b_bits & 0x7FFFFFFF
-        b_normal = ((b_size + 0x7FFFF + ((b_size >> 20) & 1)) >> 20) - 960
-        # below 2^-6 in steps of 2^-9: what is added rounds to those
-        b_small = (b_size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
-        b_code = tl.where(b_size < 0x3C800000, b_small, tl.minimum(b_normal, 0x7F))
-        b_codes = (b_code | ((b_bits >> 24) & 0x80)).to(tl.uint8)
-    return b_codes
+    b_most = tl.where(magnitudes(b_x) < 0x7F800000, tl.minimum(tl.maximum(b_x, -448.0), 448.0), float("nan"))
+    return nearest(b_most).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -163,8 +148,10 @@ def key_codes(b_x, b_scale, KV: tl.constexpr):
 
 @triton.jit
 def largest(b_x):
-    """int32 [R]: the bits of a row's largest magnitude, of float32 [R, N]."""
-    return tl.max(_bits(b_x), 1)
+    """int32 [R]: the bits of a row's largest magnitude, of float32 [R, N]. Of what is not finite they are the
+    largest.
+    """
+    return tl.max(magnitudes(b_x), 1)
 
 
 @triton.jit

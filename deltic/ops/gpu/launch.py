@@ -141,26 +141,28 @@ def launch(
         kernel[grid](*args, **meta)
 
 
-def matmul(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """out[m, n] = sum_k x[m, k] w[n, k] by the vendor's library: all bfloat16, float32 sum."""
+def _library(call: Callable[..., object], *args: object, **options: object) -> None:
+    """Starts what is not Triton's."""
     launches.n += 1
     if not launches.compile_only:
-        torch.mm(x, w.t(), out=out)
+        call(*args, **options)
+
+
+def matmul(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """out[m, n] = sum_k x[m, k] w[n, k] by the vendor's library: all bfloat16, float32 sum."""
+    _library(torch.mm, x, w.t(), out=out)
 
 
 def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
     """out[s] = x W^T over slice s of K, by the vendor's library: x bfloat16 [N, K], w bfloat16 [M, K], out
     float32 [S, N, M].
     """
-    launches.n += 1
-    if launches.compile_only:
-        return
     n_slices, (n, k) = out.shape[0], x.shape
     if n_slices == 1:
-        torch.mm(x, w.t(), out_dtype=torch.float32, out=out[0])
-        return
-    slices = w.view(-1, n_slices, k // n_slices).permute(1, 2, 0)
-    torch.bmm(x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out)
+        _library(torch.mm, x, w.t(), out_dtype=torch.float32, out=out[0])
+    else:
+        slices = w.view(-1, n_slices, k // n_slices).permute(1, 2, 0)
+        _library(torch.bmm, x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out)
 
 
 def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, *, in_blocks: bool) -> None:
@@ -170,36 +172,28 @@ def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: T
 
     w_scale: [K / 128, M]; in_blocks, one for 128 rows: [M / 128, K / 128 rounded up to a multiple of 4].
     """
-    launches.n += 1
-    if launches.compile_only:
-        return
     kinds, e4m3 = torch.nn.functional.ScalingType, torch.float8_e4m3fn
     recipes = [kinds.BlockWise1x128.value], [(kinds.BlockWise128x128 if in_blocks else kinds.BlockWise1x128).value]
-    torch.ops.aten._scaled_mm_v2.out(
-        x.view(e4m3), w.view(e4m3).t(), [x_scale.t()], recipes[0], [], [w_scale.t()], recipes[1], [], None, out.dtype, out=out
+    _library(
+        torch.ops.aten._scaled_mm_v2.out, x.view(e4m3), w.view(e4m3).t(), [x_scale.t()], recipes[0], [], [w_scale.t()],
+        recipes[1], [], None, out.dtype, out=out,
     )
 
 
 def spread_rows(row: Tensor, out: Tensor) -> Tensor:
     """out, after each of its rows is this one."""
-    launches.n += 1
-    if not launches.compile_only:
-        out.copy_(row.expand_as(out))
+    _library(out.copy_, row.expand_as(out))
     return out
 
 
 def copy_rows(x: Tensor, out: Tensor) -> None:
     """out = x."""
-    launches.n += 1
-    if not launches.compile_only:
-        out.copy_(x)
+    _library(out.copy_, x)
 
 
 def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
     """out[r] = x[rows[r]]; rows: int32."""
-    launches.n += 1
-    if not launches.compile_only:
-        torch.index_select(x, 0, rows, out=out)
+    _library(torch.index_select, x, 0, rows, out=out)
 
 
 def allocate_on(device: torch.device | str) -> Allocate:

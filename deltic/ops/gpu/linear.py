@@ -34,9 +34,19 @@ from deltic.ops.contract import check
 from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu import hopper
-from deltic.ops.gpu.chip import chip, group_of
+from deltic.ops.gpu.chip import chip, group_of, wait_for_front
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import Fp8Rows, check_room, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies
+from deltic.ops.gpu.fp8 import (
+    Fp8Rows,
+    Wide,
+    check_room,
+    fp8_linear,
+    fp8_rows,
+    room,
+    round_rows,
+    rounded,
+    vendor_multiplies,
+)
 from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -53,24 +63,6 @@ class Narrow:
     num_stages: int
     unroll: int = 1
     """Blocks of K whose scales are fetched together, while those before are multiplied."""
-
-
-@dataclass(frozen=True)
-class Wide:
-    """A configuration of the wide kernel."""
-
-    block_t: int
-    block_m: int
-    num_warps: int
-    num_stages: int
-
-
-def _chip() -> tuple[int, int]:
-    """SMs, and bytes of shared memory each: what the configurations fill.
-
-    Nothing but speed depends on them.
-    """
-    return chip().n_sms, chip().shared_bytes
 
 
 @triton.jit
@@ -206,9 +198,7 @@ def _wide_kernel(
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     i_t, i_m = group_of(tl.program_id(0), tl.cdiv(t, BLOCK_T), tl.cdiv(m, BLOCK_M), GROUP)
 
     o_t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -228,9 +218,7 @@ def _wide_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _silu_mul_kernel(p_gate_up, p_out, p_scale, n, width, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     o_col = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -298,7 +286,7 @@ def vendor_pays_e4m3(segment: Segment, out: Tensor) -> bool:
     """
     n, m = out.shape
     enough = n >= VENDOR_E4M3_ROWS and n * m * segment.k >= VENDOR_E4M3_WORK
-    return enough and segment.format.name == "fp8" and vendor_multiplies(segment, out)
+    return enough and segment.format.codes == "e4m3" and segment.format.group > 0 and vendor_multiplies(segment, out)
 
 
 def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
@@ -308,8 +296,7 @@ def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
     (40 to 64 KB at least), few enough that the next kernel's programs find room beside them. Many rows: the
     tokens' tile is read again by each program, so weight tiles grow as long as every SM has one.
     """
-    sms, shared = _chip()
-    tokens = _token_tile(n)
+    sms, shared, tokens = chip().n_sms, chip().shared_bytes, _token_tile(n)
     n_blocks = -(-n // tokens)
     block_m = 128 if tokens > 32 and -(-m // 128) * splits * n_blocks >= sms - 12 else 64
     programs = -(-m // block_m) * splits * n_blocks
@@ -342,7 +329,7 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
     rows want long blocks of K and long pipelines, of many the rows of x take the room.
     """
-    sms, shared = _chip()
+    sms, shared = chip().n_sms, chip().shared_bytes
     block_m, tokens = 64, _token_tile(n)
     few, most = tokens <= 32, 128
     if format.codes != "e4m3" and tokens > 64:
@@ -557,12 +544,12 @@ def vendor_pays(t: int, m: int) -> bool:
 
     Below that it may split K, which changes bits, and is no faster.
     """
-    return t >= 1024 and m % 8 == 0 and t * m >= _chip()[0] * 128 * 256
+    return t >= 1024 and m % 8 == 0 and t * m >= chip().n_sms * 128 * 256
 
 
 def wide_config(t: int, m: int) -> Wide:
     """The largest tile that still gives every SM one. None changes a bit."""
-    sms, shared = _chip()
+    sms, shared = chip().n_sms, chip().shared_bytes
     for block_t, block_m, warps, stages in ((128, 256, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4)):
         room = shared // (2 * 64 * (block_t + block_m))
         if room >= 2 and -(-t // block_t) * -(-m // block_m) >= sms:

@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
-from deltic.ops.gpu.chip import chip, prefetch_l2
+from deltic.ops.gpu.chip import chip, prefetch_l2, wait_for_front
 from deltic.ops.gpu.launch import launch, next_power_of_2
 
 RANKS = 16
@@ -244,17 +244,15 @@ def _expand_kernel(p_out, p_arena, p_table, p_adapter, p_row, p_u, n_items, m, o
         adapter = tl.load(p_adapter + i_item, mask=i_item < n_items, other=-1)
 
 
-@triton.jit(do_not_specialize=["n_items"])
-def _gather_kernel(p_token, p_batch_slot, p_ahead, p_draft, p_arena, p_table, p_adapter, p_row, p_u, n_items, slot_stride,
-                   u_row, BT: tl.constexpr, PDL: tl.constexpr):
+@triton.jit
+def _gather_kernel(p_token, p_batch_slot, p_ahead, p_draft, p_arena, p_table, p_adapter, p_row, p_u, slot_stride, u_row,
+                   BT: tl.constexpr, PDL: tl.constexpr):
     """The columns of down of tokens: of rows; or of batch slots, where p_batch_slot says that of a row, and
     drafts may be ahead.
     """
     i_item = tl.program_id(0)
     adapter = tl.load(p_adapter + i_item)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     if adapter < 0:
         return
     p_entry = p_table + adapter.to(tl.int64) * slot_stride
@@ -319,9 +317,7 @@ def _shrink_experts_kernel(p_x, p_arena, p_table, p_shared_table, p_adapter, p_r
                            PDL: tl.constexpr):
     """Grid (chunks, blocks of ranks, items of the shared expert and of entries)."""
     i_s = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     expert, b_adapter, b_row, _, b_line, b_act = _item_of(
         p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, tl.program_id(2), n_items, n_rows, act_base, E, SLOTS,
         TILE, BT,
@@ -365,9 +361,7 @@ def _expand_experts_kernel(p_out, p_arena, p_table, p_shared_table, p_adapter, p
     """Grid (tiles of columns, items of the shared expert and of entries)."""
     i_m = tl.program_id(0)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     expert, b_adapter, b_row, b_slot, b_line, _ = _item_of(
         p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, tl.program_id(1), n_items, n_rows, 0, E, SLOTS, TILE,
         BT,
@@ -479,7 +473,7 @@ def gather(
     check("lora", n * target.width <= target.sums.numel(), f"room for {n} rows")
     launch(
         _gather_kernel, (n_items,), tokens, batch_slots, *(drafts or (None, None)), target.arena, target.table, rows.adapter,
-        rows.row, target.sums, n_items, target.table.stride(0), target.width, BT=rows.n_rows, num_warps=4,
+        rows.row, target.sums, target.table.stride(0), target.width, BT=rows.n_rows, num_warps=4,
     )
 
 

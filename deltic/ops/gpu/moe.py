@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -37,9 +38,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import AdapterRows
-from deltic.ops.gpu.chip import chip, prefetch_l2
+from deltic.ops.gpu.chip import chip, prefetch_l2, wait_for_front
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import (
     NONE,
@@ -132,20 +134,15 @@ def largest_block(limit: int, *sizes: int) -> int:
 
 
 def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
-    """(H, E, M, Ms) of the weights. ValueError where shapes or dtypes do not belong together."""
+    """(H, E, M, Ms) of the weights. Raises KernelError where shapes or dtypes do not belong together."""
     hidden, n_experts, width, shared = x.shape[-1], w.router.n - 1, w.down.k, w.shared_down.k
-    sizes = [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down)]
-    if sizes != [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]:
-        raise ValueError(f"moe: gate_up {sizes[0]}, down {sizes[1]}; {n_experts} experts, H {hidden}")
-    sizes = [(m.n_matrices, m.n, m.k) for m in (w.shared_gate_up, w.shared_down)]
-    if sizes != [(1, 2 * shared, hidden), (1, hidden, shared)]:
-        raise ValueError(f"moe: shared expert {sizes[0]}, {sizes[1]}, H {hidden}")
-    if w.router.k != hidden or not 0 < k <= n_experts or n_experts > 65535:
-        raise ValueError(f"moe: router [{w.router.n}, {w.router.k}], {k} a token, H {hidden}")
-    if hidden % 64 or width % 32 or shared % 32:
-        raise ValueError(f"moe: H {hidden} must be a multiple of 64, widths {width} and {shared} of 32")
-    if x.dtype != torch.bfloat16 or not x.is_contiguous():
-        raise ValueError("moe: x must be contiguous bfloat16")
+    expect, sizes = partial(check, "moe"), [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)]
+    routed = [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]
+    expect(sizes[:2] == routed, f"gate_up and down {routed}, found {sizes[:2]}")
+    expect(sizes[2:] == [(1, 2 * shared, hidden), (1, hidden, shared)], f"a shared expert of H {hidden}, found {sizes[2:]}")
+    expect(w.router.k == hidden and 0 < k <= n_experts <= 65535, f"{k} of {n_experts} experts a token, a router [E + 1, {hidden}]")
+    expect(hidden % 64 == width % 32 == shared % 32 == 0, f"H {hidden} a multiple of 64, widths {width} and {shared} of 32")
+    expect(x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     return hidden, n_experts, width, shared
 
 
@@ -492,9 +489,7 @@ def silu_lines_kernel(p_sums, p_act, n_pairs, M: tl.constexpr, MS: tl.constexpr,
     features). Lines that nobody routed to are garbage, and stay so.
     """
     INNER: tl.constexpr = M if M > MS else MS
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     line = tl.program_id(0).to(tl.int64)
     width = tl.where(line < n_pairs, M, MS)
     o_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -651,21 +646,20 @@ def moe_decode(
     scratch.x8: x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it gate_up
     rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
     their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
-    Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
-    KernelError for a format without a kernel.
+    Left out: groups of experts, biases of the router. Raises KernelError where shapes do not belong together,
+    and for a format without a kernel.
     """
     n_per_token, normalise = routing.n_per_token, routing.normalise
     hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
     n = x.shape[0]
-    if out.dtype != torch.float32 or out.numel() != (n_per_token + 1) * n * hidden:
-        raise ValueError(f"moe: out must be float32 [{n_per_token + 1}, {n}, {hidden}]")
-    if n * n_per_token > scratch.entries.numel():
-        raise ValueError(f"moe: workspaces are for {scratch.entries.numel() // n_per_token} rows, not {n}")
+    fits = out.dtype == torch.float32 and out.numel() == (n_per_token + 1) * n * hidden
+    check("moe", fits, f"float32 out [{n_per_token + 1}, {n}, {hidden}]")
+    room = scratch.entries.numel()
+    check("moe", n * n_per_token <= room, f"{n} rows: workspaces are for {room // n_per_token} rows")
     t, s, codes = tiles or moe_tiles(n, w), scratch, scratch.x8
     if adapters is not None:
         t = dataclasses.replace(t, alone=False)
-    if t.alone and n != 1:
-        raise ValueError(f"moe: {n} rows cannot be routed without lists")
+    check("moe", n == 1 or not t.alone, f"one row without lists, found {n}")
     splits = router_splits(hidden)
     router = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
     block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)

@@ -30,11 +30,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Blocks
-from deltic.ops.gpu.chip import chip, load_tile, tiles_of
+from deltic.ops.gpu.chip import chip, load_tile, tiles_of, wait_for_front
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import (
     NONE,
@@ -143,9 +143,7 @@ def prefill_router_kernel(p_x, p_w, p_logits, p_counters, p_n, n_rows,
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     o_expert = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_row = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     if (i_m == 0) & (i_n == 0):
         o_e = tl.arange(0, E2)
         tl.store(p_counters + o_e, tl.zeros_like(o_e), mask=o_e < E)
@@ -164,9 +162,7 @@ def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
                          SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
                          ROWS: tl.constexpr, PDL: tl.constexpr):
     """ROWS rows a program."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b_active = o_row % 64 < tl.load(p_n + o_row // 64)
     if tl.max(b_active.to(tl.int32), 0) == 0:
@@ -181,9 +177,7 @@ def plan_kernel(p_counters, p_entries, E: tl.constexpr, E2: tl.constexpr, PDL: t
 
     Entries in the order of experts, so that the tiles of one expert meet its weights in L2.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     o_e = tl.arange(0, E2)
     b_tiles = (tl.load(p_counters + o_e, mask=o_e < E, other=0) + _TILE - 1) // _TILE
     b_end = tl.cumsum(b_tiles, 0)
@@ -270,9 +264,7 @@ def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_l
     FORMAT, UP: the formats of the segments (experts.py). p_x_scale: of x in codes, else None.
     """
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     if n == 0:
         return
@@ -297,9 +289,7 @@ def prefill_silu_kernel(p_sums, p_counters, p_entries, p_lists, p_n, p_act, n_ro
     """
     PARTS: tl.constexpr = _TILE // BLOCK_M
     i_entry, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     n -= i_part * BLOCK_M
     if n <= 0:
@@ -349,9 +339,7 @@ def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counte
     weights: of [E H, M]. In other formats their addresses: p_act, p_w; of codes p_act_scale, n_act apart.
     """
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     if n == 0:
         return
@@ -373,9 +361,7 @@ def combine_kernel(p_y, p_weight, p_n, p_out, n_rows,
     """Grid (rows, pieces of H)."""
     i_row = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_front(PDL)
     p_line = p_out + i_row.to(tl.int64) * H + o_h
     if i_row % 64 >= tl.load(p_n + i_row // 64):
         tl.store(p_line, tl.zeros([BLOCK_H], p_out.dtype.element_ty))
@@ -481,15 +467,15 @@ def moe_prefill(
     [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
     of padding.
     The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what
-    they add to a rounded output is added in float32, and rounded. ValueError where shapes do not belong
-    together, KernelError for a format without a kernel.
+    they add to a rounded output is added in float32, and rounded. Raises KernelError where shapes do not
+    belong together, and for a format without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(x, w, routing.n_per_token)
     t, c, s, n_per_token = x.shape[0], tiles or moe_prefill_tiles(), scratch, routing.n_per_token
-    if t % BLOCK or blocks.n.shape[0] < t // BLOCK or out.numel() != t * hidden:
-        raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
-    if t * (n_per_token + 1) > s.weight.numel():
-        raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
+    fits = t % BLOCK == 0 and blocks.n.shape[0] >= t // BLOCK and out.numel() == t * hidden
+    check("moe", fits, f"{t} rows in blocks of {BLOCK}, and as many of out")
+    room_for = s.weight.numel() // (n_per_token + 1)
+    check("moe", t <= room_for, f"{t} rows: workspaces are for {room_for} rows")
     _route(x, w, routing, blocks, s, c, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import BatchState, Rows
+from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.decode import BF16, address, codes_at, constants, k_block, load_block, rows_from, values
 from deltic.ops.gpu.fp8 import Fp8Rows, Operand, rounded, stored_by
 from deltic.ops.gpu.launch import launch
@@ -70,11 +71,10 @@ def sum_of_shards(p_part, stride, b_mask, SHARDS: tl.constexpr, SLICES: tl.const
 
 
 @triton.jit
-def _widen_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+def copy_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
     for j in tl.static_range(PIECES):
-        o_lane = j * LANES + tl.arange(0, LANES)
-        b_mask = o_lane < width
-        tl.store(p_to + o_lane, tl.load(p_from + o_lane, mask=b_mask, other=0.0).to(tl.float32), mask=b_mask)
+        o = j * LANES + tl.arange(0, LANES)
+        tl.store(p_to + o, tl.load(p_from + o, mask=o < width, other=0.0).to(p_to.dtype.element_ty), mask=o < width)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _read_row(
 ):
     """Row `token` of a table, in bf16 all of it, else the block of program_id(1)."""
     if CODES == BF16:
-        _widen_row(p_table + token * width, p_to, width, LANES, PIECES)
+        copy_row(p_table + token * width, p_to, width, LANES, PIECES)
     else:
         first = tl.program_id(1) * BLOCK_K
         # And the row behind it: Triton fails on one alone, of which it is told what it is a multiple of.
@@ -139,7 +139,7 @@ def _embed_kernel(
         if token >= 0:
             _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
         elif tl.program_id(1) == 0:
-            _widen_row(p_pictures + (-1 - token) * width, p_to, width, LANES, PIECES)
+            copy_row(p_pictures + (-1 - token) * width, p_to, width, LANES, PIECES)
     else:
         token = tl.maximum(token, 0)
         _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
@@ -206,9 +206,7 @@ def _add_norm_kernel(
     i_row = tl.program_id(0)
     o_lane = tl.arange(0, LANES)
     weights = load_pieces(p_w, width, LANES, PIECES)  # before the wait: nobody in the step writes weights
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_front(PDL)
     row = i_row.to(tl.int64)
     if GATHER:
         row = tl.maximum(tl.load(p_rows + i_row), 0).to(tl.int64)

@@ -259,7 +259,7 @@ def add_blocks(
         x_ahead = load_more_scales_once(p_x_next, scale_step, N)
         for i in tl.static_range(N):
             i_k = i_step + i * BLOCK_K
-            block = load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + scales[i]
+            block = load_codes(w, i_k, CODES) + scales[i]
             b_acc = add_block(b_acc, block, p_x_tile + i_k, x_scales[i], b_used, BLOCK_K, CODES, SCALES, GROUP)
         scales, x_scales = ahead, x_ahead
     return b_acc

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deltic.engine.step import Sequence, Step
 from deltic.models.tts.cpu import PAD_ROW, PredictorDraws, SpeechInputs
-from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape
+from deltic.models.tts.shape import FRAME, SPEAKER, SpeechShape, split_row
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.attention import AttentionInputs
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch
@@ -105,7 +105,7 @@ class SpeechBatch:
 
     def _fill_prompt(self, at: int, ids: Ints, sequence: Sequence) -> None:
         inputs, end = self.inputs, at + len(ids)
-        texts, sides = ids // N_SIDE - 1, ids % N_SIDE
+        texts, sides = split_row(ids)
         inputs.text_row[at:end] = [-1 if text < 0 else self._text(text) for text in texts.tolist()]
         inputs.side[at:end] = sides - 1  # NO_SIDE becomes SIDE_NONE
         for i in np.flatnonzero(sides >= SPEAKER).tolist():

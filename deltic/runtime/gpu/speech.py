@@ -14,7 +14,7 @@ from torch import Tensor
 from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.gpu import TtsGpu
-from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER
+from deltic.models.tts.shape import FRAME, SPEAKER, split_row
 from deltic.models.tts.weights import SpeechWeights
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
@@ -150,7 +150,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         voice = sequence.voice
         if voice is None:
             return
-        sides = np.array(sequence.tokens[start : start + length], np.int64) % N_SIDE
+        _, sides = split_row(np.array(sequence.tokens[start : start + length], np.int64))
         speaker, frames = self._on_device(voice)
         rows = self.workspace.prefill.voice[row : row + length]
         for i in np.flatnonzero(sides == SPEAKER).tolist():
