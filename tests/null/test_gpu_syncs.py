@@ -52,6 +52,7 @@ ALLOWED = {
     "runtime/gpu/text.py:__init__": START,
     "runtime/gpu/text.py:walk": START,
     "runtime/gpu/text.py:_read": HOST,
+    "runtime/gpu/text.py:_hidden_of": "the vectors of an embedding, which wait: its docstring says so",
     "runtime/gpu/prompt_logprobs.py:of": SELDOM,
     "runtime/gpu/prompt_logprobs.py:logits": SELDOM,
     "runtime/gpu/text.py:logits": BENCH,

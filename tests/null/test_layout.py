@@ -35,7 +35,7 @@ MAX_METHODS = 30
 MAX_PARAMETERS = 8
 """Parameters of a function: what belongs together is a record."""
 SHARED_NAMES = """
-AdapterBuffers AdapterRows Batch BatchParameters Columns Completion DraftHead Draws Frames Header Item Kind Linears
+AdapterBuffers AdapterRows Batch BatchParameters Columns Completion DraftHead Draws Frames Header Kind Linears
 MoeScratch PictureTower Ring Rows Stored VisionBuffers Voice Workspace
 """
 """Names that several classes have: mostly the same thing on a CPU and on a GPU. The list only shrinks."""
