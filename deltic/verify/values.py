@@ -99,16 +99,20 @@ def _check_blocks(files: Files, check: Check) -> None:
             continue
         n_bytes = (own.end - own.begin) // (math.prod(own.shape) // own.shape[-1])
         raw = tensor.files.read(Header(own.file, (1, n_bytes), "U8", own.begin, own.begin + n_bytes))
-        theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[own.type])
+        try:
+            theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[own.type])
+        except NotImplementedError:
+            continue
         n += 1
         if not np.array_equal(decoded(own.type, raw, own.where).values(), theirs):
             check.wrong(f"{own.name}: {own.type} is read as other values than by the gguf package")
-    check.note(f"a row of each of {n} quantised tensors is what the gguf package makes of it")
+    if check.verdict != "wrong":
+        check.note(f"a row of each of {n} quantised tensors is what the gguf package makes of it")
 
 
 def rounding(format: WeightFormat | None) -> float:
     """The largest error of a tensor in this format, as part of its length."""
-    return PLAIN_ROUNDING if format is None else ROUNDING.get(format.bits, max(ROUNDING.values()))
+    return PLAIN_ROUNDING if format is None else ROUNDING[int(format.bits)]
 
 
 @dataclass

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -172,6 +173,19 @@ def test_a_sound_checkpoint_is_what_it_was_made_of(kind: str, format: str) -> No
     found = judged(lambda check: check_numbers(files, check, tell))
     assert found.verdict == "ok", found.said
     assert any("gguf package" in text for text in found.said) == files.is_gguf
+
+
+@pytest.mark.parametrize(("type", "n"), [("IQ2_XXS", 33), ("Q1_0", 0)])
+def test_blocks_are_held_to_the_gguf_package_where_it_reads_them(
+    type: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(tiny_gguf("dense", type), "file")
+    said = f"a row of each of {n} quantised tensors is what the gguf package makes of it"
+    assert said in judged(lambda check: check_numbers(files, check, tell)).said
+    dequantize = gguf.quants.dequantize
+    monkeypatch.setattr(gguf.quants, "dequantize", lambda raw, kind: dequantize(raw, kind) + 1)
+    found = judged(lambda check: check_numbers(files, check, tell))
+    assert (f"blk.0.ffn_up.weight: {type} is read as other values" in "".join(found.said)) == bool(n)
 
 
 # Errors in files.
