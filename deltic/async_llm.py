@@ -22,7 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.config import BUILT_IN
-from deltic.llm import LLM, AnswerPiece, Completion, EngineStopped, OpenCall, PreparedCall, stacked
+from deltic.llm import (
+    LLM,
+    AnswerPiece,
+    Completion,
+    ContinuationScores,
+    EngineStopped,
+    OpenCall,
+    PreparedCall,
+    decided,
+    prepare_decisions,
+    prepare_scores,
+    stacked,
+)
+from deltic.server.api.decisions import DecisionAnswer
 
 log = logging.getLogger("deltic.llm")
 
@@ -111,6 +124,28 @@ class AsyncLLM:
     ) -> NDArray[np.float32]:
         """Does what LLM.embed does; a wait that is cancelled ends what runs."""
         return stacked(await self._complete(lambda llm: llm.prepare_embed(texts, dimensions, prompt_name)))
+
+    async def score(self, prompts: Any, continuations: Any, **options: Any) -> list[ContinuationScores]:
+        """Does what LLM.score does."""
+        return (await self._scored(lambda llm: prepare_scores(llm, prompts, continuations, **options)))[-1]
+
+    async def decide(self, given: Any, questions: Any, **options: Any) -> list[DecisionAnswer]:
+        """Does what LLM.decide does."""
+        (asked,), scores = await self._scored(lambda llm: prepare_decisions(llm, given, questions, **options))
+        return decided(asked, scores)
+
+    async def _scored(self, prepare: Callable[[LLM], tuple[Any, ...]]) -> tuple[list[Any], list[ContinuationScores]]:
+        """Whatever `prepare` gives before its scores, and those."""
+        prepared: list[Any] = []
+
+        def call(llm: LLM) -> PreparedCall:
+            *prepared[:], last = prepare(llm)
+            own: PreparedCall = last
+            return own
+
+        completions = await self._complete(call)
+        *before, scores = prepared
+        return before, scores.taken(completions)
 
     async def stream(self, given: Any, params: Any = None, **options: Any) -> AsyncIterator[AnswerPiece]:
         """Yields what LLM.stream does; an iterator that is closed ends its answers."""

@@ -20,8 +20,12 @@ T = TypeVar("T")
 PATHS = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
+    "/v1/decisions": "questions",
     "/v1/responses": "input",
     "/v1/embeddings": "input",
+    "/v1/systemone": "state",
+    "/v1/score": "text_1",
+    "/v1/rerank": "query",
 }
 """Paths that a line may go to, and the field by which a bare body is known to be for each: the first that has
 it."""
@@ -78,7 +82,11 @@ class _Line(Struct):
 class _Body(Struct):
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
+    questions: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
+    state: Raw | UnsetType = UNSET
+    text_1: Raw | UnsetType = UNSET
+    query: Raw | UnsetType = UNSET
     model: Raw = Raw(b"null")
     stream: Raw = Raw(b"false")
 

@@ -40,9 +40,11 @@ from deltic.json_types import JsonObject
 from deltic.logs import counted
 from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
+from deltic.server.api.decisions import DecisionAnswer, DecisionQuestion, answer_of, asked_of
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.constraint import Constrainer
+from deltic.server.chat.decisions import AskedIds, AskedPrompt, QuestionScores, asked_prompt, probabilities
 from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
@@ -110,6 +112,31 @@ class Completion:
     """The answer as a value, where a `response_format` is JSON: of its type, if it is one. None of an answer
     that was cut, and of one that its type refuses.
     """
+
+
+@dataclass
+class ContinuationScores:
+    """Scores of the continuations of a prompt, in their order."""
+
+    logprobs: list[float]
+    """Log-probability of each: the sum of those of its tokens, each behind those before it."""
+    probabilities: list[float]
+    """Softmax over them: they add up to 1."""
+
+
+@dataclass
+class CallScores:
+    """The scores that a call brings."""
+
+    scores: QuestionScores
+
+    def taken(self, completions: Iterable[Completion]) -> list[ContinuationScores]:
+        """The scores of each prompt or question. completions: one of each branch. Raises ValueError."""
+        for out, completion in zip(self.scores.outs, completions, strict=True):
+            if completion.prompt_logprobs is None:
+                raise ValueError(completion.error or "the call was ended")
+            out.take(completion.prompt_logprobs, completion.cached_tokens)
+        return [ContinuationScores(each, probabilities(each)) for each in self.scores.logprobs()]
 
 
 @dataclass(slots=True)
@@ -272,6 +299,48 @@ class LLM:
             a for at, own in enumerate(requests) for a in self._answers(at, own.prompt_ids, params, lambda: None)
         ]
         return PreparedCall(answers, [partial(msgspec.structs.replace, own) for own in requests])
+
+    def score(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        continuations: Sequence[str] | Sequence[Sequence[int]],
+        **options: object,
+    ) -> list[ContinuationScores]:
+        """Scores each of a closed set of continuations behind each prompt; both are texts, or token ids.
+
+        A prompt is computed once, and found in the prefix cache. `options`: those of `generate` that do not
+        say how tokens are drawn. Raises ValueError.
+        """
+        scores, prepared = prepare_scores(self, prompts, continuations, **options)
+        return scores.taken(self._complete(prepared, progress=False))
+
+    def decide(
+        self, given: str | Sequence[Message], questions: Sequence[Mapping[str, object]], **options: object
+    ) -> list[DecisionAnswer]:
+        """Answers questions about a text or a conversation by probabilities, without a text of its own.
+
+        `questions` are those of /v1/decisions, and mean the same: of the type predicate, choice or score.
+        `options` are those of `score`. Raises ValueError.
+        """
+        asked, scores, prepared = prepare_decisions(self, given, questions, **options)
+        return decided(asked, scores.taken(self._complete(prepared, progress=False)))
+
+    def prepare_asked(self, asked: list[AskedPrompt], options: dict[str, Any]) -> tuple[CallScores, PreparedCall]:
+        """Prepares a call that scores labels. Raises ValueError."""
+        request = self._request(options)
+        for name in options:
+            raise ValueError(f"{name}: has no meaning for scores")
+        try:
+            scores = QuestionScores(asked, self.info, "", "prompt")
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        answers: list[OpenCompletion] = []
+        for at, sent in enumerate(scores.requests):
+            params = AnswerParams(max_tokens=0, temperature=0.0, n=sent.params.n)
+            answers += self._answers(at, sent.prompt_ids, params, lambda: None)
+        fields = ("branches", "boundaries", "pictures")
+        makers = [partial(request, **{name: getattr(sent, name) for name in fields}) for sent in scores.requests]
+        return CallScores(scores), PreparedCall(answers, makers)
 
     def _complete(self, prepared: PreparedCall, progress: bool) -> list[Completion]:
         """Runs a call until all its answers are complete."""
@@ -545,6 +614,57 @@ def stacked(completions: Sequence[Completion]) -> NDArray[np.float32]:
         if each.embedding is None:
             raise ValueError(f"text {each.prompt_index} has no vector: {each.error or each.finish_reason}")
     return np.stack([each.embedding for each in completions if each.embedding is not None])
+
+
+def prepare_scores(llm: LLM, prompts: Any, continuations: Any, **options: object) -> tuple[CallScores, PreparedCall]:
+    """Prepares a call of `LLM.score`. Raises ValueError."""
+    given = [prompts] if isinstance(prompts, str) else prompts
+    asked = []
+    for prompt in given:
+        wholes = [_whole(llm.tokenizer, prompt, each) for each in continuations]
+        own = _whole(llm.tokenizer, prompt, "" if isinstance(prompt, str) else [])
+        n = min((_n_alike(own, whole) for whole in wholes), default=0)
+        if not n or any(len(whole) == n for whole in wholes):
+            raise ValueError("a prompt and its continuations need a token each, and at least one continuation")
+        asked.append(AskedPrompt(own[:n], [AskedIds([], [tuple(whole[n:]) for whole in wholes])]))
+    return llm.prepare_asked(asked, options)
+
+
+def _whole(tokenizer: Tokenizer, prompt: str | Sequence[int], more: str | Sequence[int]) -> list[int]:
+    """The ids of a prompt and a continuation. Raises ValueError."""
+    if isinstance(prompt, str) and isinstance(more, str):
+        return tokenizer.encode(prompt + more, "parse")
+    if isinstance(prompt, str) or isinstance(more, str):
+        raise ValueError("prompts and continuations are both texts, or both token ids")
+    return [*prompt, *more]
+
+
+def prepare_decisions(
+    llm: LLM, given: Any, questions: Any, **options: object
+) -> tuple[list[DecisionQuestion], CallScores, PreparedCall]:
+    """Prepares a call of `LLM.decide`. Raises ValueError, TypeError, OSError."""
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    try:
+        asked = msgspec.convert(list(questions), list[DecisionQuestion])
+        shown = [asked_of(question, f"questions[{i}]") for i, question in enumerate(asked)]
+        files: list[bytes] = []
+        body = {"messages": _sendable(messages, files), "enable_thinking": False}
+        chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
+        prompt = render(llm._template, chat, pictures=llm._pictures(chat, files), is_asked=True)
+        scores, prepared = llm.prepare_asked([asked_prompt(llm.tokenizer, prompt, shown)], options)
+    except ApiError as error:
+        raise ValueError(error.message) from None
+    return asked, scores, prepared
+
+
+def decided(questions: Sequence[DecisionQuestion], scores: Sequence[ContinuationScores]) -> list[DecisionAnswer]:
+    """The answers to questions, of the scores of their labels."""
+    return [answer_of(question, each.probabilities) for question, each in zip(questions, scores, strict=True)]
+
+
+def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of ids with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

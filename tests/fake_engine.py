@@ -133,6 +133,8 @@ class FakeEngineClient:
 
     def __init__(self, answer: Callable[[Request, int], Sequence[int]] | None = None, **info: Any) -> None:
         self.answer = answer or (lambda request, index: [*b"Hello", END])
+        self.score: Callable[[list[int], int], float] = lambda ids, id: -1.0
+        """The log-probability of an id behind others."""
         self.config = EngineConfig()
         self.state: State = "ready"
         self.info: EngineInfo | None = EngineInfo(
@@ -283,6 +285,19 @@ class FakeEngineClient:
             await asyncio.sleep(self.token_s)
             vector = array("f", [len(request.prompt_ids), *request.prompt_ids[:1]] * 4)[: request.pooling.n_dimensions]
             stream.push(Output(request.id, index, finish_reason="length", vector=vector.tobytes()))
+            stream.flush()
+            return
+        if request.branches:
+            while self.hold:
+                await asyncio.sleep(0.002)
+            branch = request.branches[index]
+            output = Output(request.id, index, finish_reason="length", prompt_logprobs=PromptLogprobs())
+            output.cached_tokens = self.cached_tokens if not index else len(request.prompt_ids) - 1
+            before = [[*request.prompt_ids, *branch.ids[:n]] for n, _ in branch.scored]
+            values = [self.score(ids, id) for ids, (_, id) in zip(before, branch.scored, strict=True)]
+            entries = [TokenLogprob(id, value) for (_, id), value in zip(branch.scored, values, strict=True)]
+            output.prompt_logprobs.extend(entries)
+            stream.push(output)
             stream.flush()
             return
         ids = list(self.answer(request, index))

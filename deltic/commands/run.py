@@ -126,7 +126,8 @@ def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[BatchLine]:
 
 def with_pictures(asked: JsonObject, path: str, urls: Sequence[str], videos: Sequence[str]) -> JsonObject:
     """The body with pictures and videos before the text of the user's last message. Raises ValueError."""
-    field, flag = "" if path == "/v1/embeddings" else PATHS.get(path, ""), "--image" if urls else "--video"
+    field = {"/v1/decisions": "input", "/v1/embeddings": ""}.get(path, PATHS.get(path, ""))
+    flag = "--image" if urls else "--video"
     if videos and field != "messages":
         raise ValueError("--video: videos are for lines of /v1/chat/completions")
     value = asked.get(field)

@@ -36,6 +36,7 @@ from deltic.server.api import (
     anthropic,
     anthropic_answers,
     anthropic_protocol,
+    decisions,
     models,
     ollama,
     ollama_answers,
@@ -44,6 +45,7 @@ from deltic.server.api import (
     pull,
     responses,
     responses_answers,
+    scores,
 )
 from deltic.server.api.completions import CompletionRequest, chat_completions, completions
 from deltic.server.api.decode import parse
@@ -194,7 +196,6 @@ def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[R
 DECLINED = {
     path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak. This server {why}."
     for names, why in {
-        ("rerank", "score"): "makes no scores",
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
         ("moderations",): "judges no text",
@@ -458,6 +459,13 @@ ROUTES = (
     Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
     Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, query=ListQuery,
           answer=responses_answers.InputItemList),
+    Route("POST", "/v1/decisions", decisions.decide, decisions.DecisionRequest, generates=True,
+          answer=decisions.Decision),
+    Route("POST", "/v1/systemone", decisions.system_one, decisions.SystemOneRequest, generates=True,
+          answer=decisions.SystemOneResult),
+    Route("POST", "/v1/score", scores.score, scores.ScoreRequest, generates=True, answer=scores.ScoreList),
+    Route("POST", "/v1/rerank", scores.rerank, scores.RerankRequest, generates=True, answer=scores.Ranking),
+    Route("POST", "/v2/rerank", scores.cohere_rerank, scores.RerankRequest, generates=True, answer=scores.Ranking),
     *speech.ROUTES,
     Route("POST", FILES, batches.upload, batches.FileForm, form=True, answer=answers.FileEntry),
     Route("GET", FILES, batches.list_files, query=batches.FilesQuery, answer=answers.FileList),

@@ -254,6 +254,7 @@ class Metrics:
         self._histograms = *times, self.n_prompt, self.n_generated
         self.n_pictures = self.n_picture_tokens = 0
         """Counts of pictures and their tokens, of requests that went to the engine."""
+        self.n_scored = 0
         self.speech = SpeechNumbers()
         self._has_speech = has_speech
         self.finished: Counter[str] = Counter()
@@ -276,6 +277,7 @@ class Metrics:
                 "deltic_",
                 (COUNTER, "pictures", "Pictures of prompts.", self.n_pictures),
                 (COUNTER, "picture_tokens", "Their tokens, cached ones too.", self.n_picture_tokens),
+                (COUNTER, "scored_questions", "Questions of decisions, and documents that were scored.", self.n_scored),
             ),
             n_recomputed=plain(
                 "deltic_",

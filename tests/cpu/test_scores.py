@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deltic import LLM, AsyncLLM
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Branch, Request, SamplingParams
@@ -116,3 +118,38 @@ def test_a_restart_changes_no_bit(tmp_path: Path) -> None:
         told = {(o.id, o.index): [(e.token_id, e.logprob.hex()) for e in o.prompt_logprobs or () if e] for o in outputs}
         assert told == expected
         engine.close(30.0)
+
+
+def test_in_python_awaited_and_not() -> None:
+    """Labels of several tokens and of one: the sums are those of a prompt's own log-probabilities, for any number of questions."""
+    ends = [" Paris", " London", " a town of bread and butter"]
+    questions: list[dict[str, Any]] = [{"type": "predicate", "instructions": f"Is it number {i}?"} for i in range(40)]
+    questions += [{"type": "choice", "instructions": "Which?", "choices": [{"value": f"n{i}"} for i in range(30)]}]
+    with LLM(progress=False) as llm:
+        (found,) = llm.score("The capital of France is", ends)
+        for end, logprob in zip(ends, found.logprobs, strict=True):
+            (whole,) = llm.generate(f"The capital of France is{end}", max_tokens=1, prompt_logprobs=0, progress=False)
+            n = len(llm.tokenizer.encode("The capital of France is"))
+            assert sum(entry.logprob for entry in (whole.prompt_logprobs or [])[n:] if entry) == pytest.approx(
+                logprob, abs=1e-9
+            )
+        assert sum(found.probabilities) == pytest.approx(1)
+        together = llm.decide("A text about 17.", questions)
+        assert together[16:18] + together[-1:] == [
+            llm.decide("A text about 17.", [q])[0] for q in (*questions[16:18], questions[-1])
+        ]
+        for wrong in ({"temperature": 1.0}, {"lora": "none"}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                llm.score("a", [" b"], **wrong)
+        with pytest.raises(ValueError, match="Invalid value"):
+            llm.decide("a", [{"type": "box"}])
+        with pytest.raises(ValueError, match="a token each"):
+            llm.score("a", [""])
+
+    async def awaited() -> list[Any]:
+        async with AsyncLLM(progress=False) as llm:
+            return await asyncio.gather(
+                llm.score("The capital of France is", ends), llm.decide("A text about 17.", questions)
+            )
+
+    assert asyncio.run(awaited()) == [[found], together]

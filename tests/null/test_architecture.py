@@ -216,10 +216,10 @@ KEPT = {"Semaphore", "BoundedSemaphore", "Queue", "SimpleQueue", "PriorityQueue"
 """What a pool, a queue or a store is made of; of asyncio a Lock, too, and each literal, and what fills one."""
 OF_ONE = {
     # Of a request, its answer, a batch or a socket.
-    "AnswerStream", "AnswerJson", "BatchRecord", "ChatAnswer", "CompletionAnswer", "ContextManagement",
+    "AnswerStream", "AnswerJson", "AskedPrompt", "BatchRecord", "ChatAnswer", "CompletionAnswer", "ContextManagement",
     "AnswerDelta", "EchoStream", "EventStream", "Generation", "Import", "IncrementalEncoder", "Item", "Items",
     "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser", "OutputParser",
-    "RequestStream", "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "SpeechStream", "Splitter",
+    "RequestStream", "Update", "Prompt", "QuestionScores", "ResponseAnswer", "Scores", "Sent", "SpeechStream", "Splitter",
     "StoredResponse", "Usage", "_Answer", "_Appended", "_Bytes", "_Conversation", "_Form", "Results", "_Counts",
     "CallRules", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob", "CacheLocated", "Chat",
     "Completion", "Sampling", "Shown", "Ticket",

@@ -9,9 +9,11 @@ the engine's client through to the socket.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
@@ -24,7 +26,9 @@ from deltic.server.metrics import Metrics
 
 
 class Generation:
-    """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
+    """Requests of the engine that make one answer. Its choices are those of the first prompt's sequences,
+    then of the next one's.
+    """
 
     def __init__(
         self,
@@ -34,9 +38,11 @@ class Generation:
         choices: Sequence[WayOut],
         ticket: Ticket,
         adapter: ServedAdapter | None = None,
+        at_once: int | None = None,
     ) -> None:
         """ticket: of the HTTP request that is answered; it learns what the answer took. adapter: the one that
-        is applied.
+        is applied. at_once: sequences that may be open at once; the others follow when some have ended. None:
+        all.
         """
         self._client = client
         self._ticket = ticket
@@ -46,7 +52,9 @@ class Generation:
         self._choices = choices
         self._submitted: list[Request] = []
         self._n_open = len(choices)
-        self._n = len(choices) // len(requests)
+        self._first = list(accumulate((request.params.n for request in requests), initial=0))
+        self._at_once = at_once
+        self._n_running = 0  # sequences that are submitted and have not ended
         self._unfinished = "abort"  # why sequences did not finish: their client left, or what the engine said
         self._started_s = self._last_s = time.monotonic()
         self._queued_s = 0.0
@@ -77,25 +85,10 @@ class Generation:
         timer = loop.call_later(wait_s, self._end_if_waiting) if wait_s else None
         try:
             if self._ticket.is_batch and self._client.n_open:  # half of the queue is for others
-                self._client.check_room(len(self._choices), spare=self._client.max_queue // 2)
-            for p, request in enumerate(self._requests):
-                request.tenant = self._ticket.turns
-                request.namespace = self._ticket.namespace
-                if self._client.config.trace is not None:
-                    request.labels = self._ticket.labels
-                if self._adapter is not None:
-                    request.adapter, request.adapter_name = self._adapter.current_key(), self._adapter.name
-                if self._ticket.is_batch:
-                    request.priority = BATCH_PRIORITY
-                self._client.submit(request, partial(self._deliver, p))
-                self._submitted.append(request)
-                if request.pictures and self._ticket.held is not None:
-                    self._n_seeing = self._n
-                    self._ticket.held.enter()
-                self._metrics.n_pictures += len(request.pictures)
-                self._metrics.n_picture_tokens += sum(picture.n_tokens for picture in request.pictures)
-                request.pictures.clear()  # they are the engine's now, and large
-            self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))
+                n = min(len(self._choices), self._at_once or math.inf)
+                self._client.check_room(int(n), spare=self._client.max_queue // 2)
+            self._submit()
+            self._ticket.take(self._n_prompt)
             if self._adapter is not None:
                 self._adapter.numbers.enter()
             async with asyncio.timeout(self._ticket.left_s()):
@@ -113,19 +106,57 @@ class Generation:
             ended.cancel()  # later outputs are discarded
             self._end()
 
+    def _submit(self) -> None:
+        """Submits what may be open now. Raises as `EngineClient.submit`, unless some of it is open: then the
+        rest follows.
+        """
+        while len(self._submitted) < len(self._requests) and self._n_running < (self._at_once or math.inf):
+            p = len(self._submitted)
+            request = self._requests[p]
+            request.tenant = self._ticket.turns
+            request.namespace = self._ticket.namespace
+            if self._client.config.trace is not None:
+                request.labels = self._ticket.labels
+            if self._adapter is not None:
+                request.adapter, request.adapter_name = self._adapter.current_key(), self._adapter.name
+            if self._ticket.is_batch:
+                request.priority = BATCH_PRIORITY
+            try:
+                self._client.submit(request, partial(self._deliver, p))
+            except QueueFull:
+                if self._at_once and self._n_running:
+                    return
+                raise
+            self._submitted.append(request)
+            self._n_running += request.params.n
+            if request.pictures and self._ticket.held is not None:
+                self._n_seeing = request.params.n
+                self._ticket.held.enter()
+            self._metrics.n_pictures += len(request.pictures)
+            self._metrics.n_picture_tokens += sum(picture.n_tokens for picture in request.pictures)
+            request.pictures.clear()  # they are the engine's now, and large
+
+    @property
+    def _n_prompt(self) -> int:
+        """Tokens of the prompts, each of which counts once, and of all branches."""
+        lengths = {id(request.prompt_ids): len(request.prompt_ids) for request in self._requests}
+        own = sum(len(branch.ids) for request in self._requests for branch in request.branches)
+        return sum(lengths.values()) + own
+
     def _end_if_waiting(self) -> None:
         """Ends the answer if its first prompt waits: of several the first has its place first."""
         self._is_late = True
         self._client.abort(self._requests[0].id, if_waiting=True)
 
     def _end(self) -> None:
-        if len(self._submitted) == len(self._requests):
+        is_begun = len(self._submitted) == len(self._requests) or (self._at_once and self._submitted)
+        if is_begun:
             self._ticket.usage = self.usage()
             if self._adapter is not None:
                 self._adapter.numbers.leave(self._first_s is not None)
         if not self._n_open:
             return
-        if len(self._submitted) == len(self._requests):
+        if is_begun:
             self._metrics.finished[self._unfinished] += self._n_open
         for request in self._submitted:
             self._client.abort(request.id)
@@ -157,9 +188,14 @@ class Generation:
             return
         if not self._n_open:
             ended.set_result(None)
+        elif len(self._submitted) < len(self._requests):
+            try:
+                self._submit()
+            except Exception as error:
+                ended.set_exception(error)
 
     def _take(self, p: int, output: Output, now_s: float) -> Update | None:
-        choice = self._choices[p * self._n + output.index]
+        choice = self._choices[self._first[p] + output.index]
         if choice.finish_reason is not None:
             return None  # a stop string ended it; the engine has not heard of that yet
         if output.finish_reason in ("error", "abort"):
@@ -185,7 +221,8 @@ class Generation:
             self._ticket.take(n_tokens)
         self._n_drafted += output.n_drafted
         self._n_accepted += output.n_accepted
-        if output.cached_tokens:
+        is_first = not output.index or not self._requests[p].branches
+        if output.cached_tokens and is_first:
             self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[p] = output.prompt_logprobs
@@ -199,12 +236,13 @@ class Generation:
         time_ms = round((now_s - self._started_s - output.queued_s) * 1e3)
         total = len(self._requests[p].prompt_ids)
         progress = PromptProgress(total, output.cached_tokens, n_read, max(0, time_ms))
-        return Update(p * self._n + output.index, AnswerDelta(), progress=progress)
+        return Update(self._first[p] + output.index, AnswerDelta(), progress=progress)
 
     def _note_finished(self, choice: WayOut, output: Output, now_s: float) -> None:
         """output: the one that `choice` finished with."""
         assert choice.finish_reason
         self._n_open -= 1
+        self._n_running -= 1
         if output.finish_reason is None:
             self._client.abort(output.id, output.index)
         self._metrics.finished[choice.finish_reason] += 1
@@ -227,10 +265,12 @@ class Generation:
 
     def usage(self) -> Usage:
         """Counts so far."""
+        # Of requests with one prompt the first finds what others have left.
+        n_cached = {id(r.prompt_ids): n for r, n in reversed(list(zip(self._requests, self._n_cached, strict=True)))}
         return Usage(
-            prompt_tokens=sum(len(request.prompt_ids) for request in self._requests),
+            prompt_tokens=self._n_prompt,
             completion_tokens=sum(choice.n_tokens for choice in self._choices),
-            cached_tokens=sum(self._n_cached),
+            cached_tokens=sum(n_cached.values()),
             reasoning_tokens=sum(choice.n_reasoning_tokens for choice in self._choices),
             timing=self._timing(),
             n_drafted=self._n_drafted,

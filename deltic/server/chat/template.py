@@ -68,6 +68,8 @@ class Prompt(msgspec.Struct, frozen=True):
     thinking: bool
     pictures: list[Picture] = []
     """Pictures with their places in `ids`."""
+    tail: str = ""
+    """Rendered text behind the place of a question that is asked later (`render`)."""
     effort: str = ""
     """Effort that the template does not know, and the one it was rendered as; "" where it knows it."""
 
@@ -290,14 +292,15 @@ class ChatTemplate:
         finally:
             # A template with a macro and its arguments hold each other until the garbage collector runs.
             own.clear()
+        tail = ""
         if continue_final_message:
-            text, cut, _ = text.partition(CUT)
+            text, cut, tail = text.partition(CUT)
             if not cut:
                 raise bad_request("continue_final_message", "the chat template drops the end of the last message")
         if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
             raise PromptTooLong("messages", n, limit, at_least=True)
-        prompt = self._prompt(text, kept, pictures)
-        return msgspec.structs.replace(prompt, effort=f"{effort}, as {known}") if known != effort and known else prompt
+        told = f"{effort}, as {known}" if known != effort and known else ""
+        return msgspec.structs.replace(self._prompt(text, kept, pictures), tail=tail, effort=told)
 
     def _text(self, compiled: jinja2.Template, variables: Mapping[str, object], is_inline: bool) -> str:
         """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up
@@ -369,10 +372,13 @@ def render(
     limit: int | None = None,
     kept: int | None = None,
     pictures: Pictures | None = None,
+    *,
+    is_asked: bool = False,
 ) -> Prompt:
     """The chat's prompt.
 
     limit, kept: as in ChatTemplate.render. pictures: those that `find_pictures` has found in the messages.
+    is_asked: it ends where a last message of the user's begins, and `Prompt.tail` is what stands behind that.
     Raises ApiError (400).
     """
     if template is None:
@@ -390,6 +396,8 @@ def render(
         if sent and kept is not None:
             raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
         messages, read = template_messages(chat.messages), _shown(chat, template.reads)
+        if is_asked:
+            messages.append({"role": "user", "content": ""})
         for name in chat.settings:
             if error := template.unknown(name):
                 raise bad_request(f"chat_template_kwargs.{name}", error)
@@ -397,7 +405,7 @@ def render(
             messages,
             [tool.shown for tool in chat.tools] if chat.calls else None,
             add_generation_prompt=not continued and chat.add_generation_prompt is not False,
-            continue_final_message=continued,
+            continue_final_message=continued or is_asked,
             settings=chat.settings | read,
             limit=limit,
             kept=kept,

@@ -1,0 +1,269 @@
+"""Questions with a closed set of answers: how likely the model is to say each, without a text of its own.
+
+What is asked about is a prompt, and each question a branch behind it (`engine.messages.Branch`), so that is
+computed once however many questions there are. An answer is a label, as `B` or `yes`; its score is the sum of
+the log-probabilities of its tokens, each behind those before it. Over the labels of a question the scores
+become probabilities by a softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+from string import ascii_uppercase
+from typing import Literal
+
+from msgspec import Struct
+
+from deltic.engine.messages import (
+    MAX_SCORED,
+    Branch,
+    EngineInfo,
+    Output,
+    Picture,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
+from deltic.server.chat.answer import Update, WayOut
+from deltic.server.chat.calls import AnswerDelta
+from deltic.server.chat.request import context_limit
+from deltic.server.chat.template import Prompt
+from deltic.server.errors import PromptTooLong, bad_request
+from deltic.text import Tokenizer
+
+GROUP = 16
+"""Branches of one request of the engine, at most: each takes a batch slot as soon as the first has one."""
+
+MAX_QUESTIONS = 400
+MAX_CHOICES = 255
+MAX_LEVELS = 10
+
+Kind = Literal["predicate", "choice", "score"]
+Label = tuple[int, ...]
+
+
+class ShownQuestion(Struct, frozen=True):
+    """A question, as it is shown to the model."""
+
+    text: str
+    labels: Sequence[str]
+    """The answers, one of which the model would begin with."""
+
+
+def question_of(kind: Kind, instructions: str, options: Sequence[str]) -> ShownQuestion:
+    """The question of a kind. options: of a choice or a score, in their order, with their descriptions; of a
+    predicate what yes and no mean, if that was said.
+    """
+    if kind == "predicate":
+        labels: Sequence[str] = ("yes", "no")
+        lines, form = [f"Is this true of what stands above? {instructions}"], "yes or no"
+    else:
+        lines = [instructions]
+        labels, form = [str(i) for i in range(len(options))], "the number of one level"
+        if kind == "choice":
+            is_few = len(options) <= len(ascii_uppercase)
+            letters = product(ascii_uppercase, repeat=1 if is_few else 2)
+            labels = ["".join(each) for each, _ in zip(letters, options, strict=False)]
+            form = "the letter of one option" if is_few else "the two letters of one option"
+    lines += [f"{label}: {option}" for label, option in zip(labels, options, strict=False) if option]
+    return ShownQuestion("\n".join([*lines, f"Answer with {form} only."]), labels)
+
+
+class AskedIds(Struct, frozen=True):
+    """A question as token ids: those behind the prompt, and those of each label behind them."""
+
+    ids: list[int]
+    labels: list[Label]
+
+
+class AskedPrompt(Struct, frozen=True):
+    """A prompt, and what is asked behind it."""
+
+    ids: list[int]
+    asked: list[AskedIds]
+    boundaries: list[int] = []
+    pictures: list[Picture] = []
+
+
+def asked_prompt(tokenizer: Tokenizer, prompt: Prompt, questions: Iterable[ShownQuestion]) -> AskedPrompt:
+    """Questions behind a prompt that `template.render` has made for them. Raises ApiError (400)."""
+    tail = prompt.tail
+    if "<think>" in tail.rpartition("</think>")[2]:
+        tail += "\n</think>\n\n"  # the answer comes without a thought
+    rest = tokenizer.encode(tail, "trusted")
+    known: dict[str, Label] = {}
+    asked = []
+    for question in questions:
+        for label in question.labels:
+            if label not in known:
+                known[label] = label_ids(tokenizer, tail, rest, label)
+        ids = tokenizer.encode(question.text) + rest
+        asked.append(AskedIds(ids, [known[label] for label in question.labels]))
+    return AskedPrompt(prompt.ids, asked, prompt.boundaries, prompt.pictures)
+
+
+def label_ids(tokenizer: Tokenizer, text: str, ids: list[int], label: str) -> Label:
+    """The ids of a label behind a text, whose own ids they leave as they are. Raises ApiError (400)."""
+    whole = tokenizer.encode(text + label, "trusted")
+    if whole[: len(ids)] != ids or len(whole) == len(ids):
+        message = f"this model cannot decide: where its answers begin, {label!r} is not a token of its own"
+        raise bad_request("model", message, "unsupported_model")
+    return tuple(whole[len(ids) :])
+
+
+class QuestionScores:
+    """The scores of some prompts' questions: requests of the engine, and what comes of them."""
+
+    def __init__(self, prompts: Sequence[AskedPrompt], info: EngineInfo, request_id: str, field: str) -> None:
+        """field: the client's name of what is too long, if something is. Raises ApiError (400)."""
+        self.requests: list[Request] = []
+        self.outs: list[ScoreOut] = []
+        """The way out of each branch, in the order of requests and branches."""
+        self.asked = [asked for prompt in prompts for asked in prompt.asked]
+        self._found: list[dict[tuple[Label, int], float]] = [{} for _ in self.asked]
+        most, limit, number = max(1, min(GROUP, info.max_num_seqs // 2)), context_limit(info), 0
+        for prompt in prompts:
+            branches: list[Branch] = []
+            for asked in prompt.asked:
+                longest = len(prompt.ids) + len(asked.ids) + max(map(len, asked.labels))
+                if longest > limit:
+                    raise PromptTooLong(field, longest, limit)
+                for branch, keys in branches_of(asked):
+                    branches.append(branch)
+                    self.outs.append(ScoreOut(len(self.outs), self._found[number], keys))
+                number += 1
+            for start in range(0, len(branches), most):
+                group = branches[start : start + most]
+                self.requests.append(
+                    Request(
+                        id=f"{request_id}-{len(self.requests)}",
+                        prompt_ids=prompt.ids,
+                        params=SamplingParams(max_tokens=0, temperature=0.0, n=len(group)),
+                        branches=group,
+                        boundaries=prompt.boundaries,
+                        pictures=[*prompt.pictures],
+                    )
+                )
+        n_open = 2 * info.max_num_seqs
+        self.at_once = most if any(prompt.pictures for prompt in prompts) else n_open
+        """Sequences that are open at once: enough to keep the engine busy. Pixels are held once."""
+
+    @property
+    def n_reused(self) -> int:
+        """Tokens that branches took over instead of computing them."""
+        return sum(out.n_reused for out in self.outs)
+
+    def logprobs(self) -> list[list[float]]:
+        """The score of each label of each question: the sum of its tokens' log-probabilities."""
+        return [
+            [math.fsum(found[label[:i], label[i]] for i in range(len(label))) for label in asked.labels]
+            for asked, found in zip(self.asked, self._found, strict=True)
+        ]
+
+
+def branches_of(asked: AskedIds) -> Iterable[tuple[Branch, list[tuple[Label, int]]]]:
+    """Yields the branches of a question, and for each what it scores: an id behind the beginning of a label.
+
+    All labels of a token have one together, and so have all longer ones that differ in their last token.
+    """
+    wanted: dict[Label, dict[tuple[Label, int], None]] = {(): {}}
+    for label in asked.labels:
+        wanted[()][(), label[0]] = None
+        if len(label) > 1:
+            keys = [(label[:i], label[i]) for i in range(1, len(label))]
+            wanted.setdefault(label[:-1], {}).update(dict.fromkeys(keys))
+    for beginning, of_label in wanted.items():
+        places = sorted(of_label, key=lambda key: len(key[0]))
+        for start in range(0, len(places), MAX_SCORED):
+            part = places[start : start + MAX_SCORED]
+            scored = [(len(asked.ids) + len(before), id) for before, id in part]
+            yield Branch([*asked.ids, *beginning], scored), part
+
+
+class ScoreOut(WayOut):
+    """The way out of a branch: its log-probabilities go where its question finds them."""
+
+    def __init__(self, index: int, found: dict[tuple[Label, int], float], keys: list[tuple[Label, int]]) -> None:
+        super().__init__(index)
+        self._found, self._keys = found, keys
+        self.n_reused = 0
+
+    def take(self, logprobs: Iterable[TokenLogprob | None], n_reused: int) -> None:
+        """Takes the branch's log-probabilities. n_reused: tokens before it that were not computed."""
+        values = (entry.logprob for entry in logprobs if entry is not None)
+        self._found.update(zip(self._keys, values, strict=True))
+        self.n_reused = n_reused
+
+    def push(self, output: Output) -> Update:
+        if output.prompt_logprobs is not None:
+            self.take(output.prompt_logprobs, output.cached_tokens)
+        self.finish_reason = output.finish_reason
+        return Update(self.index, AnswerDelta(), finish_reason=self.finish_reason)
+
+
+def probabilities(logprobs: Sequence[float]) -> list[float]:
+    """Softmax of scores, which may all be tiny."""
+    top = max(logprobs)
+    if top == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(logprob - top) for logprob in logprobs]
+    whole = math.fsum(weights)
+    return [weight / whole for weight in weights]
+
+
+def confidence(parts: Sequence[float]) -> float:
+    """Measures how far the likeliest answer is above chance: 0 if all are alike, 1 if it is certain."""
+    n = len(parts)
+    return 1.0 if n == 1 else min(1.0, max(0.0, (max(parts) - 1 / n) / (1 - 1 / n)))
+
+
+def expected(parts: Sequence[float]) -> float:
+    """The expected level, the first of which is 0."""
+    return math.fsum(i * part for i, part in enumerate(parts))
+
+
+def likeliest(parts: Sequence[float]) -> int:
+    return max(range(len(parts)), key=parts.__getitem__)
+
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""The instruction of Qwen's rerankers where the request has none."""
+
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_BEFORE = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class Reranker:
+    """Prompts of Qwen's rerankers: is a document an answer to a query? Source: the model card of
+    Qwen3-Reranker. The query is the prompt, and each document a branch.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
+        """Raises ApiError (400) for a model that does not know the form."""
+        self._tokenizer = tokenizer
+        for literal in ("<|im_start|>", "<|im_end|>"):
+            if tokenizer.special_id(literal) is None:
+                message = f"{model_name!r} cannot judge documents: its vocabulary has no {literal}"
+                raise bad_request("model", message, "unsupported_model")
+        behind = tokenizer.trust(_BEHIND)
+        self._before = tokenizer.encode(tokenizer.trust(_BEFORE), "trusted")
+        self._behind = tokenizer.encode(behind, "trusted")
+        self._labels = [label_ids(tokenizer, behind, self._behind, label) for label in ("yes", "no")]
+
+    def prompt(self, query: str, documents: Iterable[str], instruction: str | None, most: int | None) -> AskedPrompt:
+        """most: tokens of a document that are read; None: all."""
+        encode = self._tokenizer.encode
+        head = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>:"
+        each = (encode(f" {document}")[:most] for document in documents)
+        return AskedPrompt(self._before + encode(head), [AskedIds(ids + self._behind, self._labels) for ids in each])
+
+
+def relevance(logprobs: Sequence[float]) -> float:
+    """Probability of yes, of yes and no."""
+    return probabilities(logprobs)[0]
