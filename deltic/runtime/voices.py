@@ -6,10 +6,10 @@ the reference codes, since only that thread may use the vocoder: `poll`, between
 frames' embeddings and takes the vocoder through a few frames a call, so that no step waits long. A finished
 voice never changes; a sequence that runs keeps its own, whatever happens to it here.
 
-Memory holds the voices used last, within a number of bytes. A file is `DIRECTORY/MODEL/KEY.safetensors`, where
-MODEL names everything that decides the bits (runtime/fingerprint.py); it is written under another name and
-moved when complete, and its digest is compared whenever it is read. A damaged file is removed. Whoever sent
-the recording keeps it: files here are a cache.
+Memory holds the voices used last, within a number of bytes. A file is `DIRECTORY/MODEL/KEY.safetensors`,
+where MODEL names everything that decides the bits (runtime/fingerprint.py); it is written under another name
+and moved when complete, and its digest is compared whenever it is read. A damaged file is removed. Whoever
+sent the recording keeps it: files here are a cache.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ class Pieces(Program):
 
 
 def residuals(runner: Any, ids: Sequence[int]) -> list[Array]:
-    """float32 [T, H] each: the residual stream behind the embedding, and behind each mixer and each feed-forward.
+    """float32 [T, H] each: the residual stream behind the embedding, each mixer and each feed-forward.
 
-    runner: of a language model, on one device. ids: at most a page of them. Writes to the runner's first pages
-    and its first slots.
+    runner: of a language model, on one device. ids: at most a page of them. Writes to the runner's first
+    pages and its first slots.
     """
     request, pages = Request(id="layers", prompt_ids=[*ids], params=SamplingParams()), [*range(pages_for(len(ids)))]
     sequence = Running(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, state_slot=0, batch_slot=0)
