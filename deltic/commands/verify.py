@@ -196,14 +196,14 @@ class Verification:
             template.note(f"{len(wording.prompts)} of {len(texts.CHATS)} chats are taken")
         tell("reading texts and chats", 0.0)
         if _has_transformers():
-            with _caught(tokenizer, "transformers"):
+            with _caught(tokenizer, "transformers cannot read this"):
                 ids, prompts = texts.published_wording(wording)
                 texts.check_ids(wording, ids, "transformers", tokenizer)
                 texts.check_prompts(wording, prompts, "transformers", template)
         else:
             tokenizer.note(ADVICE)
         if self.other is not None:
-            with _caught(tokenizer, self.other.name):
+            with _caught(tokenizer, f"{self.other.name} cannot be read"):
                 others = texts.Wording.of(self.other.path)
                 texts.check_rules(wording, others, self.other.name, tokenizer)
                 texts.check_ids(wording, others.ids, self.other.name, tokenizer)
@@ -247,7 +247,7 @@ class Verification:
                 bits.check_logprobs(mine, answers.logprobs, answers.kind, check)
             if not theirs and answers is None:
                 check.skip(f"{ADVICE}, or give --against URL of a server")
-        with page.check("speed", RuntimeError) as check:
+        with page.check("speed") as check, _caught(check, "nothing was timed"):
             longest_text = max(prompts.values(), key=len)
             bits.check_speed(engine, longest_text, decode_roof(runner.plan, runner.info.on_gpu), check, tell)
         engine.close(0.0)
@@ -266,7 +266,7 @@ class Verification:
                     ours = {name: layers.residuals(runner, ids) for name, ids in short.items()}
                 else:
                     check.note("layers of a model that is cut are not looked into: leave --tensor-parallel out")
-                with _caught(check, "transformers"):
+                with _caught(check, "transformers cannot run this"):
                     return layers.check_layers(files, short, ours, runner.plan, check, tell)
         return {}
 
@@ -276,11 +276,11 @@ def _has_transformers() -> bool:
 
 
 @contextmanager
-def _caught(check: Check, whose: str) -> Iterator[None]:
-    """Makes a finding of what another's reader raises: what it cannot read, too, is worth knowing."""
+def _caught(check: Check, what: str) -> Iterator[None]:
+    """Makes a finding of what the block raises, but for errors of the files. what: words before it."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        check.look(f"{whose} cannot read this: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        check.look(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
