@@ -312,7 +312,8 @@ class GpuTextRunner(GpuRunner):
 
     def residuals(self, n_rows: int) -> list[Array]:
         """float32 [n_rows, H] each: the residual stream behind the embedding, each mixer and each
-        feed-forward, of the first rows of the last prefill, which was of one chunk of one block and is run once more.
+        feed-forward, of the first rows of the last prefill, which was of one chunk of one block and is run
+        once more.
         """
         found: list[Array] = []
         self.model.watch = lambda residual: found.append(residual[:n_rows].to("cpu", copy=True).numpy())
