@@ -326,6 +326,13 @@ def test_docstrings_and_comments_are_narrow(path: Path) -> None:
     assert not wide, f"{path.name}: lines {sorted(wide)} are over {MAX_PROSE_COLUMNS} columns"
 
 
+def test_lines_of_kernels_are_narrow() -> None:
+    """No formatter breaks them."""
+    files = [file for file in SOURCES if file.parent == PACKAGE / "ops" / "gpu"]
+    wide = {file.name: n for file in files if (n := max(map(len, file.read_text().splitlines()))) > 120}
+    assert len(files) > 30 and not wide
+
+
 LEANING = """
 Of Those As Whose Behind What Who Where When Which Whether If In On At With Without By For From Not No
 Nothing Nobody None Only All Any Each Both One Two It Its They Them Their That This These How Why So But

@@ -156,7 +156,8 @@ def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iter
 
 @triton.jit
 def _sum_of_slices(
-    p_partials, row, width, stride, SHARDS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
+    p_partials, row, width, stride, SHARDS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
+    PIECES: tl.constexpr
 ):
     """Returns this rank's share of the row, in pieces."""
     own: tl.tuple = ()
@@ -287,10 +288,10 @@ def _round_row(p_row, p_codes, p_scale, row, n, width, GROUP: tl.constexpr, GROU
 
 @triton.jit(do_not_specialize=["rank", "n"])
 def _one_shot_kernel(
-    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, p_codes, p_scale, rank, n_rows,
-    n, width, stride, inverse_width, eps, RANKS: tl.constexpr, HOST: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr,
-    LANES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, p_codes, p_scale, rank,
+    n_rows, n, width, stride, inverse_width, eps, RANKS: tl.constexpr, HOST: tl.constexpr, SHARDS: tl.constexpr,
+    SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     if NORM:
@@ -319,8 +320,8 @@ def _one_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "first", "n"])
 def _two_shot_kernel(
-    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, p_codes, p_scale, rank, n_rows,
-    n, width, stride, inverse_width, eps, first, RANKS: tl.constexpr, HOST: tl.constexpr, SHARDS: tl.constexpr,
+    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, p_codes, p_scale, rank,
+    n_rows, n, width, stride, inverse_width, eps, first, RANKS: tl.constexpr, HOST: tl.constexpr, SHARDS: tl.constexpr,
     SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -355,7 +356,8 @@ def _two_shot_kernel(
         _wait_for(p_flags, owner, row, n_rows, epoch, HOST)
     tl.store(p_epochs + row, epoch)  # behind a barrier: until then threads may still read it
     if p_codes is not None:
-        p_row = tl.multiple_of(tl.load(p_outs + rank).to(tl.pointer_type(tl.bfloat16)), 16) + first.to(tl.int64) * width + o_row
+        p_row = tl.multiple_of(tl.load(p_outs + rank).to(tl.pointer_type(tl.bfloat16)), 16)
+        p_row += first.to(tl.int64) * width + o_row
         _round_row(p_row, p_codes, p_scale, row, n, width, GROUP, GROUPS)
 
 
@@ -380,10 +382,11 @@ def _launch(
     if codes is not None and codes.block_k:
         block_k, rounded_rows = codes.block_k, (codes.codes[first * width :], codes.scale[first:])
     launch(
-        kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
-        None if residual is None else residual[first:], norm.w, out, *rounded_rows, ranks.rank, ranks.n_rows, n, width, n * width,
-        1.0 / width, norm.eps, *more, RANKS=ranks.n_ranks, HOST=ranks.is_in_host, SHARDS=shards, SLICES=n_partials // shards,
-        LANES=LANES, PIECES=pieces(width), GROUP=block_k, GROUPS=next_power_of_2(-(-width // max(1, block_k))),
+        kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes,
+        ranks.flag_lists, None if residual is None else residual[first:], norm.w, out, *rounded_rows, ranks.rank,
+        ranks.n_rows, n, width, n * width, 1.0 / width, norm.eps, *more, RANKS=ranks.n_ranks, HOST=ranks.is_in_host,
+        SHARDS=shards, SLICES=n_partials // shards, LANES=LANES, PIECES=pieces(width), GROUP=block_k,
+        GROUPS=next_power_of_2(-(-width // max(1, block_k))),
         num_warps=8 if last - first <= FEW_ROWS else norm_warps(last - first, width), **constants,
     )
 
@@ -464,7 +467,8 @@ _COLUMNS = 4096
 
 
 def columns_of(
-    rank: int, ends: Sequence[tuple[int, int]], wholes: Sequence[Tensor], flags: Sequence[Tensor], staged: Tensor | None = None
+    rank: int, ends: Sequence[tuple[int, int]], wholes: Sequence[Tensor], flags: Sequence[Tensor],
+    staged: Tensor | None = None
 ) -> Columns:
     """Makes the columns of a rank of buffers that all ranks can reach. ends: where each rank's begin and end.
     flags: zeros at first, for each row `column_blocks`. staged: in the host's memory, where the only flags
@@ -523,9 +527,9 @@ def all_gather(part: Tensor, columns: Columns) -> Tensor:
     check("all_gather", fits and at_once > 0, f"room for {n} rows of {n_columns}")
     for begin in range(0, n, at_once):
         launch(
-            _all_gather_kernel, (min(at_once, n - begin), blocks), part[begin:], columns.whole[begin * n_columns :], staged,
-            columns.flags, columns.epochs, columns.ends, columns.wholes, columns.flag_lists, columns.rank, n_part, n_columns,
-            columns.first, n_slots, RANKS=columns.n_ranks, BLOCK=_COLUMNS, num_warps=8,
+            _all_gather_kernel, (min(at_once, n - begin), blocks), part[begin:], columns.whole[begin * n_columns :],
+            staged, columns.flags, columns.epochs, columns.ends, columns.wholes, columns.flag_lists, columns.rank,
+            n_part, n_columns, columns.first, n_slots, RANKS=columns.n_ranks, BLOCK=_COLUMNS, num_warps=8,
         )
     return columns.whole[: n * n_columns].view(n, n_columns)
 

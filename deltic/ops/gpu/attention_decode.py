@@ -192,7 +192,9 @@ def turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.conste
 
 
 @triton.jit
-def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr):
+def rotated(
+    p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr
+):
     """The heads at the offsets b_head [R, 1] where b_mask, normed and rotated -> bfloat16 [R, D]; 0
     elsewhere."""
     b_d = tl.arange(0, D)[None, :]
@@ -334,7 +336,10 @@ def _all_attended(
 
 
 @triton.jit
-def _merged(p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, FAN: tl.constexpr):
+def _merged(
+    p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    FAN: tl.constexpr,
+):
     """Records first, first + STEP, ... (n of them) as one -> output [GP, D], maximum and sum [GP], in their
     order.
 
@@ -374,7 +379,8 @@ def _gate(p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def _finish(
-    b_o, b_sum, b_gate, p_out, p_codes, p_scale, scale_step, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+    b_o, b_sum, b_gate, p_out, p_codes, p_scale, scale_step, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr
 ):
     """out = o / sum * gate, R >= G rows; with p_codes in e4m3, too, of BLOCK columns a scale."""
     o_g = tl.arange(0, R)
@@ -454,8 +460,8 @@ def _keys_decode_kernel(
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
-    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_ahead, p_table, p_pages,
-    p_output, p_weight, p_arrived, p_out, p_codes, p_scale, eps, scale,
+    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_ahead, p_table,
+    p_pages, p_output, p_weight, p_arrived, p_out, p_codes, p_scale, eps, scale,
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
@@ -617,8 +623,8 @@ def _limit(format: KvFormat) -> dict[str, int]:
 
 
 def attention_decode(
-    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, rows: Rows, cache: KvPages, scratch: AttentionScratch,
-    max_len: int, out: Operand,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, rows: Rows, cache: KvPages,
+    scratch: AttentionScratch, max_len: int, out: Operand,
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
     row's batch slot.
@@ -650,7 +656,9 @@ def attention_decode(
     expect(heads.dim == next_power_of_2(heads.dim) and 32 <= heads.dim <= 256, "head_dim 32, 64, 128 or 256")
     expect(half % 4 == 0 and 2 * half <= heads.dim, "rotary dims inside a head, a multiple of 8")
     expect(kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
-    expect(out.rows.dtype == torch.bfloat16 and out.rows.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]")
+    expect(
+        out.rows.dtype == torch.bfloat16 and out.rows.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]"
+    )
     expect(out.rows.is_contiguous(), "contiguous out")
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
@@ -658,13 +666,13 @@ def attention_decode(
     to = out.rows, *stored_by("attention_decode", out, heads.dim % (out.block_k or 1) == 0)
     launch(
         _attention_decode_kernel, (n_pairs, splits.chunks(n_pairs, max_len)),
-        proj, weights.q_norm, weights.k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position, rows.angle_shift,
-        None if rows.drafts is None else rows.drafts.ahead, cache.table, pages,
+        proj, weights.q_norm, weights.k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position,
+        rows.angle_shift, None if rows.drafts is None else rows.drafts.ahead, cache.table, pages,
         scratch.output, scratch.weight, scratch.arrived, *to, weights.eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), cache.table.stride(0), pages.stride(0), records, counters,
         NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
-        GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
+        GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most,
+        FAN=FAN, LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
         DRAFTS=rows.drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format),
         BLOCK=out.block_k, num_warps=splits.num_warps, num_stages=1, **_limit(format),
     )
@@ -685,11 +693,14 @@ def keys_decode(
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
     check("keys_decode", proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
-    check("keys_decode", proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj, cos, sin")
+    check(
+        "keys_decode", proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj, cos, sin"
+    )
     check("keys_decode", kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
     launch(
         _keys_decode_kernel, (n_rows * heads.n_kv,), proj, weights.k_norm, cos, sin, rows.state_slot, rows.batch_slot,
         rows.position, rows.angle_shift, cache.table, pages, weights.eps, proj.stride(0), proj.stride(1),
-        cache.table.stride(0), pages.stride(0), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
-        GATED=heads.is_gated, KV=kv.constant(format), num_warps=SPLITS.num_warps,
+        cache.table.stride(0), pages.stride(0), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits,
+        GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE, GATED=heads.is_gated, KV=kv.constant(format),
+        num_warps=SPLITS.num_warps,
     )

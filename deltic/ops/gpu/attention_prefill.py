@@ -141,8 +141,9 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _flash_kernel(
-    queries, tiles, value_tiles, pages, proj, out, n_tokens, position, batch_slot, page_table, stride_table, rows_page, scale,
-    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr,
+    queries, tiles, value_tiles, pages, proj, out, n_tokens, position, batch_slot, page_table, stride_table, rows_page,
+    scale, NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """Attends with the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0), a
     program.
@@ -249,7 +250,8 @@ class Axes:
         angles, sections = self.angles, self.sections
         if angles is None:
             return {"ROWS_END": 0, "COLUMNS_END": 0}
-        fits = angles.shape == (3, n_tokens) and angles.dtype == torch.int32 and angles.is_contiguous() and len(sections) == 3
+        fits = angles.shape == (3, n_tokens) and angles.dtype == torch.int32 and len(sections) == 3
+        fits &= angles.is_contiguous()
         check(operator, fits, f"int32 angles [3, {n_tokens}], and three sections")
         return {"ROWS_END": 3 * sections[1], "COLUMNS_END": 3 * sections[2]}
 
@@ -283,23 +285,28 @@ def attention_prefill(
     expect = partial(check, "attention_prefill")
     expect(d >= 32 and d == next_power_of_2(d) and d <= 256, f"head_dim 32, 64, 128 or 256, found {d}")
     expect(heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
-    expect(2 * half <= d and sin.shape == cos.shape and sin.stride() == cos.stride(), f"at most {d} rotary dims, found {2 * half}")
+    expect(
+        2 * half <= d and sin.shape == cos.shape and sin.stride() == cos.stride(),
+        f"at most {d} rotary dims, found {2 * half}",
+    )
     expect(proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
     expect(out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]")
     expect(query.numel() == n_tokens * heads.n_q * d and query.is_contiguous(), "query of T nq d elements")
     expect({proj.dtype, out.dtype, query.dtype} == {torch.bfloat16}, "bfloat16 proj, query and out")
     expect(kv.fits(pages, heads.n_kv, d, format), kv.expected(heads.n_kv, d, format))
     width = d * format.value_bits // format.key_bits
-    expect(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // width < 2**31, "page stride in rows of int32")
+    expect(
+        pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // width < 2**31, "page stride in rows of int32"
+    )
     sizes: dict[str, int] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
     sizes["KV"] = kv.constant(format)
     if not format.is_plain:
         query = query.view(torch.float16)
     ends = axes.ends("attention_prefill", n_tokens)
     launch(
-        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, weights.q_norm, weights.k_norm, weights.eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), axes.angles, query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0,
-        **ends, **sizes, num_warps=PREPARE_WARPS,
+        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, weights.q_norm, weights.k_norm, weights.eps,
+        blocks.n, blocks.position, blocks.page, cos, sin, cos.stride(0), axes.angles, query, pages, pages.stride(0),
+        HALF=half, HALF_P2=next_power_of_2(half), FIRST=0, **ends, **sizes, num_warps=PREPARE_WARPS,
     )
     tile, rows_page = flash_tile(heads), pages.stride(0) // d
     queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
@@ -327,13 +334,15 @@ def keys_prefill(
     """
     cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
     d, n_tokens, half = heads.dim, BLOCK * blocks.n.shape[0], cos.shape[1]
-    check("keys_prefill", proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
+    check(
+        "keys_prefill", proj.shape == (n_tokens, heads.row) and proj.is_contiguous(),
+        f"contiguous proj [{n_tokens}, {heads.row}]",
+    )
     fits = proj.dtype == torch.bfloat16 and kv.fits(pages, heads.n_kv, d, format)
     check("keys_prefill", fits, f"bfloat16 proj, and {kv.expected(heads.n_kv, d, format)}")
     launch(
-        _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, weights.k_norm, weights.k_norm, weights.eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), axes.angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
-        FIRST=heads.n_q, **axes.ends("keys_prefill", n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d,
-        GATED=heads.is_gated, KV=kv.constant(format),
-        num_warps=PREPARE_WARPS,
+        _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, weights.k_norm, weights.k_norm, weights.eps,
+        blocks.n, blocks.position, blocks.page, cos, sin, cos.stride(0), axes.angles, proj, pages, pages.stride(0),
+        HALF=half, HALF_P2=next_power_of_2(half), FIRST=heads.n_q, **axes.ends("keys_prefill", n_tokens), NQ=heads.n_q,
+        NK=heads.n_kv, D=d, GATED=heads.is_gated, KV=kv.constant(format), num_warps=PREPARE_WARPS,
     )

@@ -155,8 +155,8 @@ def pack_conv(
     rows = torch.nn.functional.pad(w.permute(0, 2, 1), (0, padded - c)).reshape(m, taps * padded).contiguous()
     slices = slices_of(m, taps * padded, rate)
     return ConvWeight(
-        split_pair(rows), rows.new_zeros(m) if bias is None else bias.float().contiguous(), m, c, taps, dilation, phases, swiglu, slices,
-        block_k,
+        split_pair(rows), rows.new_zeros(m) if bias is None else bias.float().contiguous(), m, c, taps, dilation,
+        phases, swiglu, slices, block_k,
     )
 
 
@@ -219,8 +219,8 @@ def _loaded(p_row, p_here, o_c, first, c, EVEN: tl.constexpr):
 
 @triton.jit
 def _summed(
-    p_x, x_plane, p_from, from_plane, p_w, w_plane, o_m, o_n, t, used, before, slot_from, oldest, k_from, k_to, dilation,
-    c, padded, taps, REACHES: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_x, x_plane, p_from, from_plane, p_w, w_plane, o_m, o_n, t, used, before, slot_from, oldest, k_from, k_to,
+    dilation, c, padded, taps, REACHES: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The sum of a slice of K, [BLOCK_M, BLOCK_N]."""
@@ -426,12 +426,13 @@ def conv(
     launch(
         _conv_kernel, (tiles, w.slices if c.parallel else 1),
         x, x.stride(0), w.w, w.w.stride(0), w.bias, residual, raw, pair, 0 if pair is None else pair.stride(0),
-        snaked and snaked.alpha, snaked and snaked.scale, scratch.parts, scratch.arrived, streams.state_slot, streams.head,
-        streams.head.stride(0), history and history.data, history.data.stride(0) if history else 0,
+        snaked and snaked.alpha, snaked and snaked.scale, scratch.parts, scratch.arrived, streams.state_slot,
+        streams.head, streams.head.stride(0), history and history.data, history.data.stride(0) if history else 0,
         history.data.stride(1) if history else 0, ring and ring.data, ring.data.stride(0) if ring else 0,
-        ring.data.stride(1) if ring else 0, n, t, w.m, streams.n_frames, w.c, padded, w.taps, w.dilation, w.phases, w.slices,
-        history.index if history else 0, ring.index if ring else 0, ring.rows if ring else 1, ring_from, REACHES=w.taps > 1,
-        EVEN=padded == w.c, ACT="swiglu" if w.swiglu else "snake" if snaked else act or "none", RESIDUAL=residual is not None,
-        RAW=raw is not None, PAIR=pair is not None, RING="none" if ring is None else "raw" if is_raw else "pair",
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=w.block_k, num_warps=c.num_warps, num_stages=c.num_stages,
+        ring.data.stride(1) if ring else 0, n, t, w.m, streams.n_frames, w.c, padded, w.taps, w.dilation, w.phases,
+        w.slices, history.index if history else 0, ring.index if ring else 0, ring.rows if ring else 1, ring_from,
+        REACHES=w.taps > 1, EVEN=padded == w.c, ACT="swiglu" if w.swiglu else "snake" if snaked else act or "none",
+        RESIDUAL=residual is not None, RAW=raw is not None, PAIR=pair is not None,
+        RING="none" if ring is None else "raw" if is_raw else "pair", BLOCK_M=c.block_m, BLOCK_N=c.block_n,
+        BLOCK_K=w.block_k, num_warps=c.num_warps, num_stages=c.num_stages,
     )

@@ -66,8 +66,8 @@ def guess_rows(known: Tensor, room: Tensor, most: int, allocate: Allocate) -> Gu
 
 @triton.jit(do_not_specialize=["n_rows", "n_all"])
 def _begin_guess_kernel(
-    p_batch_slot, p_state_slot, p_position, p_ahead, p_draft, p_drawn, p_known, p_token, p_kept, p_last, p_at, p_draw_batch_slot,
-    p_draw_position, p_tokens, n_rows, n_all, MOST: tl.constexpr, PDL: tl.constexpr,
+    p_batch_slot, p_state_slot, p_position, p_ahead, p_draft, p_drawn, p_known, p_token, p_kept, p_last, p_at,
+    p_draw_batch_slot, p_draw_position, p_tokens, n_rows, n_all, MOST: tl.constexpr, PDL: tl.constexpr,
 ):
     """A row behind the step's draws: its token, whether it counts, whether it is the last."""
     i = tl.program_id(0)
@@ -101,8 +101,8 @@ def _begin_guess_kernel(
 
 @triton.jit(do_not_specialize=["n_all"])
 def _go_on_kernel(
-    p_batch_slot, p_position, p_known, p_room, p_token, p_last, p_at, p_draw_batch_slot, p_draw_position, p_tokens, n_all,
-    PDL: tl.constexpr,
+    p_batch_slot, p_position, p_known, p_room, p_token, p_last, p_at, p_draw_batch_slot, p_draw_position, p_tokens,
+    n_all, PDL: tl.constexpr,
 ):
     """A row behind a guess: the guess is its token, where the sequence has a page for it."""
     i = tl.program_id(0)
@@ -165,9 +165,9 @@ def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows) -> None:
     check("guess", len(rows.batch_slot) == len(rows.drafts.ahead) == n and len(drawn) >= n, f"{n} rows")
     check("guess", drawn.dtype == g.known.dtype == torch.int32, "int32 tokens")
     launch(
-        _begin_guess_kernel, (n,), rows.batch_slot, rows.state_slot, rows.position, rows.drafts.ahead, rows.drafts.token, drawn, g.known,
-        g.token, g.kept, g.last, g.position, g.draws.batch_slot, g.draws.position, g.tokens, n, g.tokens.shape[1],
-        MOST=MOST_DRAFTS, num_warps=1,
+        _begin_guess_kernel, (n,), rows.batch_slot, rows.state_slot, rows.position, rows.drafts.ahead,
+        rows.drafts.token, drawn, g.known, g.token, g.kept, g.last, g.position, g.draws.batch_slot, g.draws.position,
+        g.tokens, n, g.tokens.shape[1], MOST=MOST_DRAFTS, num_warps=1,
     )
 
 
@@ -180,8 +180,8 @@ def go_on(rows: Rows, g: GuessRows) -> None:
     n = len(g.known)
     check("guess", len(rows.batch_slot) == n, f"{n} rows")
     launch(
-        _go_on_kernel, (n,), rows.batch_slot, rows.position, g.known, g.room, g.token, g.last, g.position, g.draws.batch_slot,
-        g.draws.position, g.tokens, g.tokens.shape[1], num_warps=1,
+        _go_on_kernel, (n,), rows.batch_slot, rows.position, g.known, g.room, g.token, g.last, g.position,
+        g.draws.batch_slot, g.draws.position, g.tokens, g.tokens.shape[1], num_warps=1,
     )
 
 

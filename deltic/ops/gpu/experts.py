@@ -38,7 +38,9 @@ def segments_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:
     Raises KernelError for weights in panels, and for segments that are not gate and up.
     """
     for segment in w.segments:
-        check("moe", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
+        check(
+            "moe", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels"
+        )
     first = w.segments[0]
     if len(w.segments) == 1:
         return address(first), None, number(first.format), NONE
@@ -130,7 +132,8 @@ def product_of_rows(
             )
         scales = ahead
     return add_blocks(
-        b_acc, w, scales, p_x_tile, p_x_scale, scale_step, b_used, STEP if AHEAD else 0, K, N, BLOCK_K, CODES, SCALES, GROUP
+        b_acc, w, scales, p_x_tile, p_x_scale, scale_step, b_used, STEP if AHEAD else 0, K, N, BLOCK_K, CODES, SCALES,
+        GROUP
     )
 
 

@@ -101,7 +101,8 @@ def _powers(b_most):
     """1 / scale and scale of blocks whose largest magnitude has these bits, int32."""
     # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
     b_exponent = tl.maximum((b_most + 0x1FFFFF) >> 23, 16)
-    return ((262 - b_exponent) << 23).to(tl.float32, bitcast=True), ((b_exponent - 8) << 23).to(tl.float32, bitcast=True)
+    b_inverse, b_scale = (262 - b_exponent) << 23, (b_exponent - 8) << 23
+    return b_inverse.to(tl.float32, bitcast=True), b_scale.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -185,7 +186,10 @@ def round_rows(
     if rows.block_k == block_k:
         return
     t, k = x.shape
-    check("round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0, f"bfloat16 x, blocks of {block_k}")
+    check(
+        "round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0,
+        f"bfloat16 x, blocks of {block_k}",
+    )
     check_room("round_rows", rows, t, k, block_k)
     is_small = t < 1024  # and waits for latency: the next kernel may start at once
     block_t, warps = (4, 1) if is_small else (32, 4)

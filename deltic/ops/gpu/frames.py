@@ -71,9 +71,9 @@ class FrameRows(Rows):
 
 @triton.jit
 def _begin_kernel(
-    p_rows_batch_slot, p_last_token, p_positions, p_state_slots, p_done, p_n_prompt, p_batch_slot, p_state_slot, p_position, p_frame,
-    p_codes, p_sums, p_past, p_table, p_inner_table, p_into, p_rows, n_codes, width, inner_width, n,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
+    p_rows_batch_slot, p_last_token, p_positions, p_state_slots, p_done, p_n_prompt, p_batch_slot, p_state_slot,
+    p_position, p_frame, p_codes, p_sums, p_past, p_table, p_inner_table, p_into, p_rows, n_codes, width, inner_width,
+    n, GROUPS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
     i = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
@@ -176,9 +176,9 @@ def _drawn(v, there, id, n_codes, t, k, top_p, u24):
 
 @triton.jit(do_not_specialize=["step"])
 def _draw_kernel(
-    p_logits, stride_s, p_batch_slot, p_state_slot, p_frame, p_temperature, p_top_p, p_top_k, p_seed, p_n_trailing, p_trailing, n_texts,
-    pad, p_codes, p_sums, p_table, p_inner_table, p_rows, p_texts, step, n_codes, width, inner_width,
-    IS_LAST: tl.constexpr, GROUPS: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    p_logits, stride_s, p_batch_slot, p_state_slot, p_frame, p_temperature, p_top_p, p_top_k, p_seed, p_n_trailing,
+    p_trailing, n_texts, pad, p_codes, p_sums, p_table, p_inner_table, p_rows, p_texts, step, n_codes, width,
+    inner_width, IS_LAST: tl.constexpr, GROUPS: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
@@ -281,9 +281,9 @@ def begin_frames(
     check("frames", residual.shape == (2 * n, inner_width) and into.shape[1] == width, "residual [2 N, p], into [N, h]")
     check("frames", table.is_contiguous() and inner_table.is_contiguous() and past.is_contiguous(), "contiguous tables")
     launch(
-        _begin_kernel, (n,), rows_batch_slot, batch_slots.last_token, batch_slots.position, batch_slots.state_slot, batch_slots.done, parameters.n_prompt,
-        rows.batch_slot, rows.state_slot, rows.position, rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual,
-        n_codes, width, inner_width, n,
+        _begin_kernel, (n,), rows_batch_slot, batch_slots.last_token, batch_slots.position, batch_slots.state_slot,
+        batch_slots.done, parameters.n_prompt, rows.batch_slot, rows.state_slot, rows.position, rows.frame, rows.codes,
+        rows.sums, past, table, inner_table, into, residual, n_codes, width, inner_width, n,
         GROUPS=N_CODES, LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width), num_warps=4,
     )
 
@@ -299,7 +299,8 @@ def project_rows(parts: Tensor, bias: Tensor, out: Tensor) -> None:
 
 
 def code_attention(
-    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, first: int, *, state_slot: Tensor, pages: Tensor, out: Tensor,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, first: int, *, state_slot: Tensor, pages: Tensor,
+    out: Tensor,
 ) -> None:
     """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it.
 
@@ -319,10 +320,10 @@ def code_attention(
     )
     check("frames", 2 * cos.shape[1] == heads.dim and cos.shape[0] >= N_CODES, "angles of 16 positions")
     launch(
-        _code_attention_kernel, (n, heads.n_kv), proj, weights.q_norm, weights.k_norm, cos, sin, state_slot, pages, out, weights.eps,
-        heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
-        NEW=n_rows // n, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, S=n_splits, KEYS=N_CODES, G=group, GP=next_power_of_2(group),
-        num_warps=4,
+        _code_attention_kernel, (n, heads.n_kv), proj, weights.q_norm, weights.k_norm, cos, sin, state_slot, pages, out,
+        weights.eps, heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
+        NEW=n_rows // n, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, S=n_splits, KEYS=N_CODES, G=group,
+        GP=next_power_of_2(group), num_warps=4,
     )
 
 
@@ -344,10 +345,11 @@ def draw_code(
     check("frames", is_last == (step == N_CODES - 1), "an inner table but for the last code")
     inner_width = residual.shape[1]
     launch(
-        _draw_kernel, (n,), logits, logits.stride(0), rows.batch_slot, rows.state_slot, rows.frame, p.temperature, p.top_p, p.top_k, p.seed,
-        p.n_trailing, p.trailing, p.trailing.shape[1], pad, rows.codes, rows.sums, table, inner_table, residual, texts, step,
-        n_codes, width, inner_width, IS_LAST=is_last, GROUPS=N_CODES, S=n_splits, WIDTH=next_power_of_2(n_codes), LANES=LANES,
-        PIECES=pieces(width), INNER_PIECES=pieces(inner_width), num_warps=4,
+        _draw_kernel, (n,), logits, logits.stride(0), rows.batch_slot, rows.state_slot, rows.frame, p.temperature,
+        p.top_p, p.top_k, p.seed, p.n_trailing, p.trailing, p.trailing.shape[1], pad, rows.codes, rows.sums, table,
+        inner_table, residual, texts, step, n_codes, width, inner_width, IS_LAST=is_last, GROUPS=N_CODES, S=n_splits,
+        WIDTH=next_power_of_2(n_codes), LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width),
+        num_warps=4,
     )
 
 
@@ -356,7 +358,10 @@ def keep_past(x: Tensor, state_slot: Tensor, past: Tensor) -> None:
     bfloat16 [state_slots, h].
     """
     n, width = x.shape
-    check("frames", x.dtype == past.dtype == torch.bfloat16 and state_slot.shape == (n,), "bfloat16 rows, a state slot for each")
+    check(
+        "frames", x.dtype == past.dtype == torch.bfloat16 and state_slot.shape == (n,),
+        "bfloat16 rows, a state slot for each",
+    )
     check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
     launch(
         _keep_kernel, (n,), x, state_slot, past, width, LANES=LANES, PIECES=pieces(width), num_warps=4,
@@ -367,7 +372,8 @@ def segment_ends(blocks: Blocks, row: Tensor, state_slot: Tensor) -> None:
     """row[g] = the last row of segment g of a prefill, state_slot[g] = its state slot, -1 for an empty one:
     int32 [G]."""
     launch(
-        _ends_kernel, (row.shape[0],), blocks.segment_begin, blocks.n, blocks.state_slot, row, state_slot, BLOCK=BLOCK, num_warps=1
+        _ends_kernel, (row.shape[0],), blocks.segment_begin, blocks.n, blocks.state_slot, row, state_slot, BLOCK=BLOCK,
+        num_warps=1
     )
 
 

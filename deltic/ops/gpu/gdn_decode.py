@@ -353,8 +353,8 @@ def _keep(p_to, o_q, o_k, o_v, b_q, b_k, b_v, m_key, m_value):
 
 @triton.jit(do_not_specialize=["n_rows", "layer"])
 def _gdn_drafts_kernel(
-    p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_batch_slot, p_length, p_n_redo, p_columns, column_stride, p_states,
-    state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
+    p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_batch_slot, p_length, p_n_redo, p_columns, column_stride,
+    p_states, state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
     p_dt_bias, p_norm, p_out, p_codes, p_scale, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
@@ -504,17 +504,17 @@ def gdn_decode(
     to = out.rows, *stored_by("gdn_decode", out, out.block_k == dv)
     if rows.drafts is None:
         launch(
-            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *held, *of_weights,
-            *to, eps, TILES=tiles, **constants,
+            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *held,
+            *of_weights, *to, eps, TILES=tiles, **constants,
         )
     else:
         check("gdn_decode", windows is not None and tiles == 1, "windows and heads of at most 128 x 128 for drafts")
         assert windows is not None
         _check_windows(heads, rows.drafts, windows, n_rows)
         launch(
-        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, rows.batch_slot, rows.drafts.length,
-        rows.drafts.n_redo, *held, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
-        *of_weights, *to, eps, WINDOW=windows.columns.shape[1], **constants,
+        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, rows.batch_slot,
+        rows.drafts.length, rows.drafts.n_redo, *held, windows.columns, windows.columns.stride(0), windows.gates,
+        windows.gates.stride(0), *of_weights, *to, eps, WINDOW=windows.columns.shape[1], **constants,
     )
     if to[1] is None:
         round_made(out)
@@ -526,7 +526,9 @@ def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: in
     expect(columns.dtype == torch.bfloat16 and gates.dtype == torch.float32, "bfloat16 columns, float32 gates")
     n_batch_slots, n_window, n_channels = columns.shape
     expect(n_channels == heads.channels and n_window >= window_rows(2), f"windows [batch_slots, W, {heads.channels}]")
-    expect(gates.shape == (n_batch_slots, n_window, 2 * heads.n_v), f"gates of windows [batch_slots, W, {2 * heads.n_v}]")
+    expect(
+        gates.shape == (n_batch_slots, n_window, 2 * heads.n_v), f"gates of windows [batch_slots, W, {2 * heads.n_v}]"
+    )
     expect(columns[0].is_contiguous() and gates[0].is_contiguous(), "contiguous windows")
     expect(drafts.length.shape == drafts.n_redo.shape == (n_rows,), f"lengths and n_redo [{n_rows}]")
     expect(drafts.length.dtype == drafts.n_redo.dtype == torch.int32, "int32 lengths and n_redo")

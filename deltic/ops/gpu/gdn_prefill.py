@@ -88,8 +88,8 @@ def gdn_scratch(heads: GdnHeads, n_blocks: int, allocate: Allocate) -> GdnScratc
 
 
 def gdn_prefill(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, memory: StateSlots, scratch: GdnScratch,
-    out: Tensor,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, memory: StateSlots,
+    scratch: GdnScratch, out: Tensor,
 ) -> None:
     """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from state
     slot to state slot.
@@ -133,9 +133,9 @@ def gdn_prefill(
     def scan(begin: int, end: int) -> None:
         launch(
             gdn_scan, (n_v * (v_pad // rows), n_segments),
-            layer, blocks.n, blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot, blocks.state_slot, begin, end,
-            scratch.qk, scratch.w, scratch.u, scratch.u, scratch.decay, scratch.fade, scratch.state,
-            states, states.stride(0),
+            layer, blocks.n, blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot,
+            blocks.state_slot, begin, end, scratch.qk, scratch.w, scratch.u, scratch.u, scratch.decay, scratch.fade,
+            scratch.state, states, states.stride(0),
             **sizes, ROWS=rows, pdl=pdl, num_warps=4, num_stages=_scan_stages(rows, k_pad),
         )
 
@@ -232,7 +232,8 @@ def _scan_stages(rows: int, k_pad: int) -> int:
 
 
 def _check(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, blocks: Blocks, memory: StateSlots, scratch: GdnScratch, out: Tensor
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, blocks: Blocks, memory: StateSlots, scratch: GdnScratch,
+    out: Tensor
 ) -> None:
     columns, states = memory.columns, memory.states
     n_rows, channels, n_v, k_dim, v_dim = BLOCK * len(blocks.n), heads.channels, heads.n_v, heads.k_dim, heads.v_dim

@@ -132,11 +132,11 @@ def _gates(
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)
 def gdn_keys(
-    p_proj, stride, p_conv, p_columns, slot_stride,
-    p_n, p_position, p_segment, p_begin, p_start_slot,
+    p_proj, stride, p_conv, p_columns, slot_stride, p_n, p_position, p_segment, p_begin, p_start_slot,
     p_a_log, p_dt_bias, p_qk, p_decay, p_fade, p_beta, p_reach,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)  # q heads, then k heads, then the gates
     i_block = tl.program_id(1)

@@ -113,7 +113,8 @@ __device__ __forceinline__ int positive(int a) { return a > 0 ? a : 0; }
 constexpr int N_MULTIPLIERS = 256;  // threads of the two groups; those behind them copy
 constexpr int IN_BFLOAT16 = 0, IN_E4M3 = 1;
 // what the copies' cache hints are in CUTLASS (cute/arch/copy_sm90_desc.hpp)
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull;
+constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
 
 #if FORM == 2
 // In hopper_codes.cu, which hopper.py puts behind this.
@@ -219,7 +220,8 @@ __device__ __forceinline__ void product(
 #endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int group = warp / 4, row = 16 * (warp % 4) + lane / 4;
-  const u32 x_at = x_tiles + (TILES == 2 ? 8192 * group : 0), w_at = w_tiles + (TILES == 1 ? group * ROWS_EACH * 128 : 0);
+  const u32 x_at = x_tiles + (TILES == 2 ? 8192 * group : 0);
+  const u32 w_at = w_tiles + (TILES == 1 ? group * ROWS_EACH * 128 : 0);
   // scales of the first and of the second half of the group's columns
   const u32 first_scales = scales + (TILES == 1 ? 4 * group * (g.up ? HALF : ROWS_EACH) : 0);
   const u32 second_scales = first_scales + (g.up ? ROWS * 2 : HALF * 4);
@@ -251,7 +253,8 @@ __device__ __forceinline__ void product(
         constexpr int EACH = HALF % 16 ? 8 : 16;
         float w[ROWS_EACH / EACH];
 #pragma unroll
-        for (int i = 0; i < ROWS_EACH / EACH; ++i) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(w[i]) : "r"(scale_at(EACH * i)));
+        for (int i = 0; i < ROWS_EACH / EACH; ++i)
+          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(w[i]) : "r"(scale_at(EACH * i)));
 #endif
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         pin(part);
@@ -326,7 +329,8 @@ __device__ __forceinline__ void product(
 // n_programs of the product with one weight; those behind them multiply rows in bfloat16 by another one, if
 // there is one: a few rows alone would walk K with nearly all of the chip idle. All programs run at once.
 extern "C" __global__ void __launch_bounds__(FORM == 2 ? 128 * GROUPS + 32 : WIDE ? 384 : 288, 1) linear(
-    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ Arguments g,
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
+    const __grid_constant__ Arguments g,
     int n_stages, int n_programs
 #if SIDE_WIDTH
     , const __grid_constant__ TensorMap side_w_map, const __grid_constant__ TensorMap side_x_map,

@@ -52,16 +52,19 @@ __device__ __forceinline__ u32 load_u8(u32 at) {
 __device__ __forceinline__ void product_of_codes(
     const TensorMap* w_map, const TensorMap* x_map, const Arguments& g, int n_stages, int first_tile, int step) {
   constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS, HALF = ROWS / 2, SUBS = 256 / GROUP;
-  constexpr int X_BYTES = X_BLOCKS * TOKENS * 128, CODE_BYTES = ROWS * 128, LEAST_BYTES = LEAST == 2 ? 1 : LEAST ? 2 : 0;
+  constexpr int X_BYTES = X_BLOCKS * TOKENS * 128, CODE_BYTES = ROWS * 128;
+  constexpr int LEAST_BYTES = LEAST == 2 ? 1 : LEAST ? 2 : 0;
   extern __shared__ unsigned char memory[];
   const u32 x_tiles = (shared_address(memory) + 1023) & ~1023u, tiles = x_tiles + n_stages * X_BYTES;
   const u32 scales = tiles + g.n_code_stages * CODE_BYTES, leasts = scales + g.n_code_stages * SUBS * ROWS * 2;
-  const u32 code_full = leasts + g.n_code_stages * SUBS * ROWS * LEAST_BYTES, code_empty = code_full + 8 * g.n_code_stages;
+  const u32 code_full = leasts + g.n_code_stages * SUBS * ROWS * LEAST_BYTES;
+  const u32 code_empty = code_full + 8 * g.n_code_stages;
   const u32 full = code_empty + 8 * g.n_code_stages, empty = full + 8 * n_stages;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 32 * WARPS) {
     for (int s = 0; s < n_stages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
-    for (int s = 0; s < g.n_code_stages; ++s) barrier_init(code_full + 8 * s, 1), barrier_init(code_empty + 8 * s, WARPS);
+    for (int s = 0; s < g.n_code_stages; ++s)
+      barrier_init(code_full + 8 * s, 1), barrier_init(code_empty + 8 * s, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
   }
   __syncthreads();
@@ -90,7 +93,8 @@ __device__ __forceinline__ void product_of_codes(
     const auto copy_codes = [&](const Place& p, int s) {
       const u32 barrier = code_full + 8 * s, to = tiles + s * CODE_BYTES;
       const int second = g.up ? g.up + p.row : p.row + HALF;
-      const int n = smaller(HALF, positive((g.up ? g.up : g.m) - p.row)), n_second = smaller(HALF, positive(g.m - second));
+      const int n = smaller(HALF, positive((g.up ? g.up : g.m) - p.row));
+      const int n_second = smaller(HALF, positive(g.m - second));
       barrier_expect(barrier, CODE_BYTES + SUBS * (n + n_second) * (2 + LEAST_BYTES));
       for (int i = 0; i < HALF; i += 32) {
         copy_tile(to + i * 128, w_map, p.k_block * 128, p.row + i, barrier, hint);
@@ -113,8 +117,8 @@ __device__ __forceinline__ void product_of_codes(
       barrier_expect(full + 8 * s, X_BYTES);
 #pragma unroll
       for (int i = 0; i < X_BLOCKS; ++i)
-        copy_tile(x_tiles + s * X_BYTES + i * TOKENS * 128, x_map, (p.k_block * X_BLOCKS + i) * 64, p.token, full + 8 * s,
-                  EVICT_LAST);
+        copy_tile(x_tiles + s * X_BYTES + i * TOKENS * 128, x_map, (p.k_block * X_BLOCKS + i) * 64, p.token,
+                  full + 8 * s, EVICT_LAST);
     };
     const int n_code_turns = (g.n_tiles - first_tile + step - 1) / step * n_steps, n_turns = PER * n_code_turns;
     Place w, x;
@@ -281,7 +285,8 @@ __device__ __forceinline__ void product_of_codes(
         const float other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4);
         const int to = column - odd + r * HALF;
         if (token + odd < g.n && to < (g.out_kind == SWIGLU ? g.up : g.m_used))
-          static_cast<u32*>(g.out)[(at + odd * g.out_row + to) / 2] = odd ? two_bfloat16(other, v1) : two_bfloat16(v0, other);
+          static_cast<u32*>(g.out)[(at + odd * g.out_row + to) / 2] =
+              odd ? two_bfloat16(other, v1) : two_bfloat16(v0, other);
       }
     }
   }

@@ -303,7 +303,9 @@ def key_halves(b_pairs):
     """
     if _INTERPRETED or is_hip():
         b_first, b_second = e4m3_pairs(b_pairs)
-        b_first, b_second = halves_of_fours(tl.reshape(tl.join(b_first, b_second), (b_pairs.shape[0], 2 * b_pairs.shape[1])))
+        b_first, b_second = halves_of_fours(
+            tl.reshape(tl.join(b_first, b_second), (b_pairs.shape[0], 2 * b_pairs.shape[1]))
+        )
     else:
         b_first, b_second = tl.inline_asm_elementwise(
             _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_pairs], dtype=(tl.float16, tl.float16),

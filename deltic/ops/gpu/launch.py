@@ -124,7 +124,8 @@ def pdl_works() -> bool:
 
 
 def launch(
-    kernel: triton.JITFunction, grid: tuple[int, ...] | Callable[..., object], *args: object, pdl: int = True, **meta: object
+    kernel: triton.JITFunction, grid: tuple[int, ...] | Callable[..., object], *args: object, pdl: int = True,
+    **meta: object
 ) -> None:
     """Starts a Triton kernel. pdl: whether one that has the constexpr argument PDL may start early."""
     launches.n += 1
@@ -162,7 +163,9 @@ def matmul_slices(x: Tensor, w: Tensor, out: Tensor) -> None:
         _library(torch.mm, x, w.t(), out_dtype=torch.float32, out=out[0])
     else:
         slices = w.view(-1, n_slices, k // n_slices).permute(1, 2, 0)
-        _library(torch.bmm, x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out)
+        _library(
+            torch.bmm, x.view(n, n_slices, k // n_slices).transpose(0, 1), slices, out_dtype=torch.float32, out=out
+        )
 
 
 def scaled_matmul(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, *, in_blocks: bool) -> None:

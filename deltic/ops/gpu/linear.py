@@ -83,7 +83,9 @@ def _finished(b_acc, p_bias, p_y, b_mask, o_m, m, EPILOGUE: tl.constexpr):
     if EPILOGUE != NONE:
         b_acc += tl.load(p_bias + tl.minimum(o_m, m - 1))[None, :]
     if EPILOGUE == GELU_TANH:  # x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
-        b_inner = tl.fma(b_acc * b_acc, tl.full(b_acc.shape, 0.044715, tl.float32), tl.full(b_acc.shape, 1.0, tl.float32))
+        b_inner = tl.fma(
+            b_acc * b_acc, tl.full(b_acc.shape, 0.044715, tl.float32), tl.full(b_acc.shape, 1.0, tl.float32)
+        )
         b_acc = b_acc / (1.0 + tl.exp(b_acc * b_inner * -1.5957691216057308))
     if EPILOGUE == GELU_ERF:
         b_acc = b_acc * 0.5 * (1.0 + tl.erf(b_acc * 0.7071067811865476))
@@ -177,8 +179,9 @@ def _narrow_kernel(
         i_m -= tl.cdiv(m_2, BLOCK_M)
         if i_m < 0:
             _narrow_tile(
-                p_x, p_codes, p_x_scale, p_w_2, p_out_2, i_m + tl.cdiv(m_2, BLOCK_M), i_n, n, m_2, k, k_slice, out_split,
-                out_row, BLOCK_M, BLOCK_N, BLOCK_K_2, EVEN_M_2, False, UNROLL, CODES_2, SCALES_2, GROUP_2, PDL,
+                p_x, p_codes, p_x_scale, p_w_2, p_out_2, i_m + tl.cdiv(m_2, BLOCK_M), i_n, n, m_2, k, k_slice,
+                out_split, out_row, BLOCK_M, BLOCK_N, BLOCK_K_2, EVEN_M_2, False, UNROLL, CODES_2, SCALES_2, GROUP_2,
+                PDL,
             )
         else:
             _narrow_tile(
@@ -384,17 +387,19 @@ def _multiply(
         _check_segment(segment_2, out_2, k // splits, block_2)
     tokens, operand = _token_tile(n), (x, None, None) if rows is None else (x, rows.codes, rows.scale)
     launch(
-        _narrow_kernel, ((-(-m_used // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand, address(segment),
-        out, *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m,
-        BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll,
-        **constants(segment.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
+        _narrow_kernel, ((-(-m_used // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand,
+        address(segment), out, *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0,
+        out.stride(-2), BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
+        UNROLL=c.unroll, **constants(segment.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
         **{f"{name}_2": value for name, value in constants(format_2).items()}, num_warps=c.num_warps,
         num_stages=c.num_stages,
     )
 
 
 def _check_segment(segment: Segment, out: Tensor, k_slice: int, block_k: int) -> None:
-    check("linear", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
+    check(
+        "linear", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels"
+    )
     check("linear", k_slice % block_k == 0, f"slices of K in whole blocks of {block_k}")
     check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
     check(
@@ -667,7 +672,10 @@ def product(x: Tensor, w: Matrix) -> Tensor:
     """
     parts = []
     for segment in w.segments:
-        check("linear", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
+        check(
+            "linear", segment.layout == "rows",
+            f"weights in rows; there is no kernel for {segment.format.name} in panels",
+        )
         if segment.format.codes == "bf16":
             rows = rows_of("linear", segment)
         else:

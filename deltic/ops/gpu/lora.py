@@ -129,7 +129,9 @@ def _delta(p_entry, p_arena, p_u, b_line, b_used, i_matrix, i_m, u_part, u_row, 
     ranges: tl.tuple = ()
     for i in tl.static_range(SEGMENTS):  # all are asked for at once
         p_range = p_entry + 3 + i * _SEGMENT_WORDS
-        ranges += ((tl.load(p_range).to(tl.int32), tl.load(p_range + 1).to(tl.int32), tl.load(p_range + 2).to(tl.int32)),)
+        ranges += (
+            (tl.load(p_range).to(tl.int32), tl.load(p_range + 1).to(tl.int32), tl.load(p_range + 2).to(tl.int32)),
+        )
     for i in tl.static_range(SEGMENTS):
         p_segment = p_entry + 2 + i * _SEGMENT_WORDS
         first, n, rank = ranges[i][0], ranges[i][1], tl.multiple_of(ranges[i][2], 16)
@@ -319,8 +321,8 @@ def _shrink_experts_kernel(p_x, p_arena, p_table, p_shared_table, p_adapter, p_r
     i_s = tl.program_id(0)
     wait_for_front(PDL)
     expert, b_adapter, b_row, _, b_line, b_act = _item_of(
-        p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, tl.program_id(2), n_items, n_rows, act_base, E, SLOTS,
-        TILE, BT,
+        p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, tl.program_id(2), n_items, n_rows, act_base, E,
+        SLOTS, TILE, BT,
     )
     b_from = b_row
     if X == _OF_LINES:
@@ -363,8 +365,8 @@ def _expand_experts_kernel(p_out, p_arena, p_table, p_shared_table, p_adapter, p
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for_front(PDL)
     expert, b_adapter, b_row, b_slot, b_line, _ = _item_of(
-        p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, tl.program_id(1), n_items, n_rows, 0, E, SLOTS, TILE,
-        BT,
+        p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, tl.program_id(1), n_items, n_rows, 0, E, SLOTS,
+        TILE, BT,
     )
     width = m
     if expert < 0:
@@ -434,9 +436,9 @@ def shrink(x: Tensor, target: Target, rows: AdapterRows) -> None:
     cut, parts = _cut(target, k, are_blocks), n_parts(k, are_blocks)
     check("lora", parts * n * target.width <= target.sums.numel(), f"room for sums of {n} rows")
     launch(
-        _shrink_kernel, (parts, _rank_programs(target, cut), programs), x, target.arena, target.table, rows.adapter, rows.row,
-        target.sums, n_items, k, target.table.stride(0), n * target.width, target.width, LINES=cut["CHUNK"] // 64,
-        EARLY=few, **cut,
+        _shrink_kernel, (parts, _rank_programs(target, cut), programs), x, target.arena, target.table, rows.adapter,
+        rows.row, target.sums, n_items, k, target.table.stride(0), n * target.width, target.width,
+        LINES=cut["CHUNK"] // 64, EARLY=few, **cut,
     )
 
 
@@ -452,8 +454,8 @@ def expand(out: Tensor, target: Target, rows: AdapterRows, *, parts: int | None 
     check("lora", fits, f"float32 or bfloat16 out [N, {target.n}]")
     block_m = 256 if m >= 8192 and not are_blocks else 128
     launch(
-        _expand_kernel, (-(-m // block_m), programs), out, target.arena, target.table, rows.adapter, rows.row, target.sums,
-        n_items, m, out.stride(0), target.table.stride(0), n * target.width, target.width,
+        _expand_kernel, (-(-m // block_m), programs), out, target.arena, target.table, rows.adapter, rows.row,
+        target.sums, n_items, m, out.stride(0), target.table.stride(0), n * target.width, target.width,
         S=n_parts(target.k, are_blocks) if parts is None else parts, SEGMENTS=target.n_segments, BT=rows.n_rows,
         BLOCK_M=block_m, EARLY=few, num_warps=4, num_stages=2,
     )
@@ -472,8 +474,8 @@ def gather(
     n_items, _, _ = _who(rows, n)
     check("lora", n * target.width <= target.sums.numel(), f"room for {n} rows")
     launch(
-        _gather_kernel, (n_items,), tokens, batch_slots, *(drafts or (None, None)), target.arena, target.table, rows.adapter,
-        rows.row, target.sums, target.table.stride(0), target.width, BT=rows.n_rows, num_warps=4,
+        _gather_kernel, (n_items,), tokens, batch_slots, *(drafts or (None, None)), target.arena, target.table,
+        rows.adapter, rows.row, target.sums, target.table.stride(0), target.width, BT=rows.n_rows, num_warps=4,
     )
 
 
@@ -523,17 +525,22 @@ def shrink_experts(
     kind = (_OF_TILES if are_blocks else _OF_LINES) if is_act else _OF_ROWS
     k, lines = max(target.k, shared.k), routed.n_rows * (routed.n_per_token + 1)
     cut, parts = _cut(target, k, are_blocks), n_parts(k, are_blocks)
-    check("lora", target.width == shared.width and parts * lines * target.width <= target.sums.numel(), f"room for {lines} lines")
+    check(
+        "lora", target.width == shared.width and parts * lines * target.width <= target.sums.numel(),
+        f"room for {lines} lines",
+    )
     launch(
-        _shrink_experts_kernel, (parts, _rank_programs(target, cut), n_all), x, target.arena, target.table, shared.table,
-        rows.adapter, rows.row, rows.of_row, routed.counters, routed.entries, routed.lists, target.sums, n_items,
-        routed.n_rows, routed.act_base, target.k, shared.k, x_row, target.table.stride(0), lines * target.width, target.width,
-        X=kind.value, E=routed.n_experts, SLOTS=routed.n_per_token, TILE=routed.tile, **cut,
+        _shrink_experts_kernel, (parts, _rank_programs(target, cut), n_all), x, target.arena, target.table,
+        shared.table, rows.adapter, rows.row, rows.of_row, routed.counters, routed.entries, routed.lists, target.sums,
+        n_items, routed.n_rows, routed.act_base, target.k, shared.k, x_row, target.table.stride(0),
+        lines * target.width, target.width, X=kind.value, E=routed.n_experts, SLOTS=routed.n_per_token,
+        TILE=routed.tile, **cut,
     )
 
 
 def expand_experts(
-    out: Tensor, target: Target, shared: Target, routed: Routed, rows: AdapterRows, *, out_row: int, by_slot: bool = False,
+    out: Tensor, target: Target, shared: Target, routed: Routed, rows: AdapterRows, *, out_row: int,
+    by_slot: bool = False,
 ) -> None:
     """out += up v of the same lines, behind `shrink_experts`. out: float32 or bfloat16, flat, a line a pair,
     and then one a row of the shared expert, out_row apart; by_slot: float32 [slots + 1, N, M], weighted.
@@ -542,9 +549,9 @@ def expand_experts(
     block_m = 128
     lines, k = routed.n_rows * (routed.n_per_token + 1), max(target.k, shared.k)
     launch(
-        _expand_experts_kernel, (-(-max(target.n, shared.n) // block_m), n_all), out, target.arena, target.table, shared.table,
-        rows.adapter, rows.row, rows.of_row, routed.counters, routed.entries, routed.lists, routed.weight, target.sums,
-        n_items, routed.n_rows, target.n, shared.n, out_row, target.table.stride(0), lines * target.width, target.width,
-        BY_SLOT=by_slot, S=n_parts(k, are_blocks), SEGMENTS=target.n_segments, E=routed.n_experts, SLOTS=routed.n_per_token,
-        TILE=routed.tile, BT=rows.n_rows, BLOCK_M=block_m, num_warps=4, num_stages=2,
+        _expand_experts_kernel, (-(-max(target.n, shared.n) // block_m), n_all), out, target.arena, target.table,
+        shared.table, rows.adapter, rows.row, rows.of_row, routed.counters, routed.entries, routed.lists, routed.weight,
+        target.sums, n_items, routed.n_rows, target.n, shared.n, out_row, target.table.stride(0), lines * target.width,
+        target.width, BY_SLOT=by_slot, S=n_parts(k, are_blocks), SEGMENTS=target.n_segments, E=routed.n_experts,
+        SLOTS=routed.n_per_token, TILE=routed.tile, BT=rows.n_rows, BLOCK_M=block_m, num_warps=4, num_stages=2,
     )

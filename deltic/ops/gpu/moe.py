@@ -136,12 +136,22 @@ def largest_block(limit: int, *sizes: int) -> int:
 def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
     """(H, E, M, Ms) of the weights. Raises KernelError where shapes or dtypes do not belong together."""
     hidden, n_experts, width, shared = x.shape[-1], w.router.n - 1, w.down.k, w.shared_down.k
-    expect, sizes = partial(check, "moe"), [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)]
+    expect, sizes = (
+        partial(check, "moe"),
+        [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)],
+    )
     routed = [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]
     expect(sizes[:2] == routed, f"gate_up and down {routed}, found {sizes[:2]}")
-    expect(sizes[2:] == [(1, 2 * shared, hidden), (1, hidden, shared)], f"a shared expert of H {hidden}, found {sizes[2:]}")
-    expect(w.router.k == hidden and 0 < k <= n_experts <= 65535, f"{k} of {n_experts} experts a token, a router [E + 1, {hidden}]")
-    expect(hidden % 64 == width % 32 == shared % 32 == 0, f"H {hidden} a multiple of 64, widths {width} and {shared} of 32")
+    expect(
+        sizes[2:] == [(1, 2 * shared, hidden), (1, hidden, shared)], f"a shared expert of H {hidden}, found {sizes[2:]}"
+    )
+    expect(
+        w.router.k == hidden and 0 < k <= n_experts <= 65535,
+        f"{k} of {n_experts} experts a token, a router [E + 1, {hidden}]",
+    )
+    expect(
+        hidden % 64 == width % 32 == shared % 32 == 0, f"H {hidden} a multiple of 64, widths {width} and {shared} of 32"
+    )
     expect(x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     return hidden, n_experts, width, shared
 
@@ -396,8 +406,8 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
 
 @triton.jit(do_not_specialize=["n_rows"])
 def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, p_entries, p_lists,
-                   p_row_slot, p_act, n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr, SHARED_UP: tl.constexpr,
-                   H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+                   p_row_slot, p_act, n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr,
+                   SHARED_UP: tl.constexpr, H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                    E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    MOST_K: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
@@ -460,12 +470,13 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
         if UP != _NONE:
             p_second = tl.where(is_shared, p_shared_up, p_up)
         b_gate, b_up = gate_and_up(
-            p_x + b_row * H, o_n < n, p_first, p_second, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP, p_scale, n_rows
+            p_x + b_row * H, o_n < n, p_first, p_second, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP, p_scale,
+            n_rows
         )
     elif is_shared:
         b_gate, b_up = gate_and_up(
-            p_x + b_row * H, o_n < n, p_shared, p_shared_up, 0, i_tile, H, MS, BLOCK_F, MOST_K, SHARED, SHARED_UP, p_scale,
-            n_rows,
+            p_x + b_row * H, o_n < n, p_shared, p_shared_up, 0, i_tile, H, MS, BLOCK_F, MOST_K, SHARED, SHARED_UP,
+            p_scale, n_rows,
         )
     else:
         b_gate, b_up = gate_and_up(
@@ -620,8 +631,8 @@ def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
     return MoeTiles(
         block_f=64 if in_segments else 32, block_m=block_m, block_n=block_n, up_k=k,
         up_stages=stages(largest(64, w.gate_up, w.shared_gate_up)), down_k=k,
-        down_stages=stages(largest(block_m, w.down, w.shared_down)), down_ahead=n_rows <= 4, router_k=256 if few else 128,
-        router_ahead=few, early=few, alone=n_rows == 1,
+        down_stages=stages(largest(block_m, w.down, w.shared_down)), down_ahead=n_rows <= 4,
+        router_k=256 if few else 128, router_ahead=few, early=few, alone=n_rows == 1,
     )  # fmt: skip
 
 
@@ -690,7 +701,9 @@ def moe_decode(
     n_work = n_entries + triton.cdiv(n, t.block_n)
     experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **router)
     block_f = largest_block(t.block_f, width, shared)
-    (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(segments_of, (w.gate_up, w.shared_gate_up))
+    (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(
+        segments_of, (w.gate_up, w.shared_gate_up)
+    )
     act = s.act
     if adapters is not None:
         of, who = adapters
@@ -707,8 +720,8 @@ def moe_decode(
         expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner)
         lines, tile = n * (n_per_token + 1), min(512, next_power_of_2(inner))
         launch(
-            silu_lines_kernel, (lines, -(-inner // tile)), of.sums, s.act, n * n_per_token, M=width, MS=shared, BLOCK_F=tile,
-            num_warps=4,
+            silu_lines_kernel, (lines, -(-inner // tile)), of.sums, s.act, n * n_per_token, M=width, MS=shared,
+            BLOCK_F=tile, num_warps=4,
         )
         shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True)
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
@@ -716,8 +729,8 @@ def moe_decode(
         block_k = 128
     (rows, FORMAT), (shared_rows, SHARED) = segment_of(w.down), segment_of(w.shared_down)
     launch(
-        down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries, s.lists,
-        row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
+        down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries,
+        s.lists, row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
         MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_warps=4, num_stages=t.down_stages, pdl=t.early,
     )
     if adapters is not None:

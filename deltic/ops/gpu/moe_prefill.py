@@ -270,8 +270,8 @@ def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_l
         return
     if p_x_scale is not None:  # of 8-bit products sums of a block stand beside all: there is room for 64 rows
         for i in range(0, n, 64):
-            gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first + i, n - i, act_row + i, n_rows, i_tile,
-                         H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
+            gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first + i, n - i, act_row + i, n_rows,
+                         i_tile, H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
     elif n <= 64:
         gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                      H, M, INNER, SLOTS, SHARED, 64, BLOCK_F, BLOCK_K, FORMAT, UP)
@@ -330,8 +330,8 @@ def down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, firs
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base", "n_act"])
-def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counters, p_entries, p_lists, p_n, p_y, n_rows,
-                        act_base, n_act,
+def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counters, p_entries, p_lists, p_n, p_y,
+                        n_rows, act_base, n_act,
                         H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
                         SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
                         PDL: tl.constexpr):
@@ -345,14 +345,14 @@ def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counte
         return
     if p_act_scale is not None:
         for i in range(0, n, 64):
-            down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first + i, n - i, act_row + i, n_act, n_rows,
-                      i_tile, H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
+            down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first + i, n - i, act_row + i,
+                      n_act, n_rows, i_tile, H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
     elif n <= 64:
-        down_tile(halves, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows, i_tile,
-                  H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
+        down_tile(halves, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows,
+                  i_tile, H, M, INNER, SLOTS, SHARED, 64, BLOCK_N, BLOCK_K, FORMAT)
     else:
-        down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows, i_tile,
-                  H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K, FORMAT)
+        down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first, n, act_row, n_act, n_rows,
+                  i_tile, H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_N, BLOCK_K, FORMAT)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -438,8 +438,8 @@ def _route(
         shrink(x, adapters[0].router, adapters[1])
     a_stage = 2 * (c.router_m + router_n) * (part if part <= _UNROLLED.value else router_k)
     launch(
-        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
-        s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
+        prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router),
+        s.logits, s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
         BLOCK_K=router_k, **experts, num_warps=c.router_warps,
         num_stages=chip().stages(a_stage, c.router_stages if part <= _UNROLLED.value else 4),
     )
@@ -448,8 +448,8 @@ def _route(
         expand(logits, adapters[0].router, adapters[1])
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
-        SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token), NORMALISE=routing.normalise, ROWS=c.route_rows, **experts,
-        num_warps=1, num_stages=1,
+        SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token), NORMALISE=routing.normalise,
+        ROWS=c.route_rows, **experts, num_warps=1, num_stages=1,
     )
     launch(
         plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1,
@@ -479,28 +479,26 @@ def moe_prefill(
     _route(x, w, routing, blocks, s, c, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
-    products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token}
-    act = s.act if adapters is None else adapters[0].sums
+    products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "INNER": inner}
+    act, lists = s.act if adapters is None else adapters[0].sums, (s.counters, s.entries, s.lists, blocks.n)
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
         rows, ups, FORMAT, UP = segments_of(matrix)
         d, codes, scale = _tiles(matrix, tiles), x, None
         if is_e4m3(matrix):
-            x8 = room(s.x8)
-            codes, scale = x8.codes, x8.scale
+            codes, scale = room(s.x8).codes, room(s.x8).scale
         block_f = largest_block(d.block_f, m)
         launch(
-            prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, s.counters, s.entries, s.lists, blocks.n,
-            act, t, act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f,
-            BLOCK_K=largest_block(d.up_k, hidden), FORMAT=FORMAT, UP=UP, num_warps=d.up_warps, num_stages=d.up_stages,
-            **products,
+            prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, *lists, act, t, act_base, H=hidden,
+            M=m, SHARED=is_shared, BLOCK_F=block_f, BLOCK_K=largest_block(d.up_k, hidden), FORMAT=FORMAT, UP=UP,
+            num_warps=d.up_warps, num_stages=d.up_stages, **products,
         )
 
     def silu(m: int, n: int, is_shared: bool) -> None:
         block_f = min(512, next_power_of_2(m))
         launch(
-            prefill_silu_kernel, (n * (TILE // 16), -(-m // block_f)), act, s.counters, s.entries, s.lists, blocks.n, s.act, t,
-            act_base, M=m, INNER=inner, SHARED=is_shared, BLOCK_M=16, BLOCK_F=block_f, num_warps=4, **products,
+            prefill_silu_kernel, (n * (TILE // 16), -(-m // block_f)), act, *lists, s.act, t, act_base, M=m,
+            SHARED=is_shared, BLOCK_M=16, BLOCK_F=block_f, num_warps=4, **products,
         )
 
     def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
@@ -510,7 +508,9 @@ def moe_prefill(
         operands: tuple[object, ...] = (None, None, None, s.act, None, rows)
         if FORMAT == PLAIN:
             rows = rows.view(-1, m)
-            acts, halves = (tiles_of(s.act, act_base + n_tiles * TILE, m, inner, (high, block_k)) for high in (TILE, 64))
+            acts, halves = (
+                tiles_of(s.act, act_base + n_tiles * TILE, m, inner, (high, block_k)) for high in (TILE, 64)
+            )
             weights = tiles_of(rows, len(rows), m, m, (block_n, block_k))
             operands = acts, halves, weights, None, None, None
         elif is_e4m3(matrix):
@@ -519,9 +519,9 @@ def moe_prefill(
             round_rows(act, act8, k_block(m), used=used, each=TILE)
             operands, first = (None, None, None, act8.codes, act8.scale, rows), 0
         launch(
-            prefill_down_kernel, (n * (hidden // block_n),), *operands, s.counters, s.entries, s.lists, blocks.n, s.y, t,
-            first, n_act, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT,
-            num_warps=d.down_warps, num_stages=d.down_stages, **products,
+            prefill_down_kernel, (n * (hidden // block_n),), *operands, *lists, s.y, t, first, n_act, H=hidden, M=m,
+            SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT, num_warps=d.down_warps,
+            num_stages=d.down_stages, **products,
         )
 
     if is_e4m3(w.gate_up) or is_e4m3(w.shared_gate_up):
@@ -543,6 +543,6 @@ def moe_prefill(
         expand_experts(s.y, of.down, of.shared_down, routed, who, out_row=hidden)
     block_h = largest_block(c.combine_h, hidden)
     launch(
-        combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
-        num_warps=8 if block_h >= 2048 else 4, num_stages=1,
+        combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token,
+        BLOCK_H=block_h, num_warps=8 if block_h >= 2048 else 4, num_stages=1,
     )

@@ -91,16 +91,19 @@ def _read_row(
         o_two = tl.arange(0, 2)
         o_row = tl.minimum(token + o_two, n - 1)
         w = rows_from(p_table, o_row, first, n, width, BLOCK_K, CODES, SCALES, GROUP)
-        b_row = values(load_block(w, tl.full((), 0, tl.int32), BLOCK_K, CODES, SCALES, GROUP), BLOCK_K, CODES, SCALES, GROUP)
+        b_row = values(
+            load_block(w, tl.full((), 0, tl.int32), BLOCK_K, CODES, SCALES, GROUP), BLOCK_K, CODES, SCALES, GROUP
+        )
         p_at = p_to + first + o_two[:, None] * 0 + tl.arange(0, BLOCK_K)[None, :]
         tl.store(p_at, b_row, mask=(o_two == 0)[:, None])
 
 
 @triton.jit
 def _begin_decode_kernel(
-    p_rows_batch_slot, p_ahead, p_draft, p_last_token, p_position, p_state_slot, p_done, p_shift, p_table, p_row_batch_slot, p_row_slot,
-    p_row_position, p_row_shift, p_residual, n, width, DRAFTS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    p_rows_batch_slot, p_ahead, p_draft, p_last_token, p_position, p_state_slot, p_done, p_shift, p_table,
+    p_row_batch_slot, p_row_slot, p_row_position, p_row_shift, p_residual, n, width, DRAFTS: tl.constexpr,
+    LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
@@ -129,8 +132,8 @@ def _begin_decode_kernel(
 
 @triton.jit
 def _embed_kernel(
-    p_token, p_table, p_pictures, p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    p_token, p_table, p_pictures, p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     token = tl.load(p_token + i_row).to(tl.int64)
@@ -287,15 +290,18 @@ def begin_decode(
     state = (batch_slots.last_token, batch_slots.position, batch_slots.state_slot, batch_slots.done)
     drafts = (None, None) if rows.drafts is None else (rows.drafts.ahead, rows.drafts.token)
     ids = (rows_batch_slot, *state, rows.batch_slot, rows.state_slot, rows.position)
-    check("embed", (batch_slots.angle_shift is None) == (rows.angle_shift is None), "angles of batch slots and rows, or of none")
+    check(
+        "embed", (batch_slots.angle_shift is None) == (rows.angle_shift is None),
+        "angles of batch slots and rows, or of none",
+    )
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
     check("embed", rows_batch_slot.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
     blocks, segment, cut = _cut(table)
     launch(
-        _begin_decode_kernel, (n, blocks), rows_batch_slot, *drafts, *state, batch_slots.angle_shift, address(segment), rows.batch_slot,
-        rows.state_slot, rows.position, rows.angle_shift, residual, segment.n, width, DRAFTS=rows.drafts is not None, LANES=LANES,
-        PIECES=pieces(width), **cut, num_warps=4,
+        _begin_decode_kernel, (n, blocks), rows_batch_slot, *drafts, *state, batch_slots.angle_shift, address(segment),
+        rows.batch_slot, rows.state_slot, rows.position, rows.angle_shift, residual, segment.n, width,
+        DRAFTS=rows.drafts is not None, LANES=LANES, PIECES=pieces(width), **cut, num_warps=4,
     )
 
 
@@ -356,7 +362,8 @@ def add_norm(
     made = Operand(out, codes)
     together = _slices_together(n_out, width, n_slices) if shards == 1 else 0
     launch(
-        _add_norm_kernel, (n_out,), residual, partials, w, out, *stored_by("rms_norm", made, True), rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), GROUP=made.block_k, SHARDS=shards, SLICES=n_slices, TOGETHER=together,
-        STORE=rows is None and n_slices > 0, GATHER=rows is not None, num_warps=norm_warps(n_out, width),
+        _add_norm_kernel, (n_out,), residual, partials, w, out, *stored_by("rms_norm", made, True), rows, width,
+        n * width, 1.0 / width, eps, LANES=LANES, PIECES=pieces(width), GROUP=made.block_k, SHARDS=shards,
+        SLICES=n_slices, TOGETHER=together, STORE=rows is None and n_slices > 0, GATHER=rows is not None,
+        num_warps=norm_warps(n_out, width),
     )

@@ -291,6 +291,6 @@ def decode(segment: Segment, out: Tensor) -> None:
     block_k = k_block(segment.k)
     for data, to in zip(segment.data, out, strict=True):
         launch(
-            _decode_kernel, (-(-segment.n // 32), segment.k // block_k), address(segment, data), to, segment.n, segment.k,
-            BLOCK_M=32, BLOCK_K=block_k, **constants(segment.format), num_warps=4,
+            _decode_kernel, (-(-segment.n // 32), segment.k // block_k), address(segment, data), to, segment.n,
+            segment.k, BLOCK_M=32, BLOCK_K=block_k, **constants(segment.format), num_warps=4,
         )

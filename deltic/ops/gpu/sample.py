@@ -182,26 +182,27 @@ def sample(
         part = slice(begin, min(begin + len(s.values), n_draws))
         n = part.stop - begin
         common = (
-            logits[part] if isinstance(draws, Rows) else logits, n_vocab, n_real, row[part], draws.batch_slot[part], state_slot[part],
-            draws.position[part],
+            logits[part] if isinstance(draws, Rows) else logits, n_vocab, n_real, row[part], draws.batch_slot[part],
+            state_slot[part], draws.position[part],
         )
         launch(
-            scan, (n_tiles, n), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
-            p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,
-            p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed,
-            s.n_listed, s.special, None if ahead is None else ahead[part],
+            scan, (n_tiles, n), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history,
+            max_len, p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row,
+            n_ids, p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values,
+            s.listed, s.n_listed, s.special, None if ahead is None else ahead[part],
             DRAFTS=ahead is not None, IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
         )
         launch(
-            collect, (-(-n_tiles // COLLECT_EACH), n), *common, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
-            s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
+            collect, (-(-n_tiles // COLLECT_EACH), n), *common, p.temperature, p.top_k, p.top_p, p.min_p, s.best,
+            s.total, s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH,
+            num_warps=SCAN_WARPS, **meta,
         )
         launch(
-            finish, (n,), *common, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
-            p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad,
-            s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
-            *(out[part] for out in outs), outs[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids,
-            num_warps=FINISH_WARPS, **meta,
+            finish, (n,), *common, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids,
+            p.max_position, p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total,
+            s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
+            *(out[part] for out in outs), outs[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS,
+            IDS=ids, num_warps=FINISH_WARPS, **meta,
         )
 
 
@@ -216,9 +217,11 @@ def prompt_logprobs(logits: Tensor, n_real: int, entries: LogprobEntries, tile: 
     best = torch.empty((n, n_tiles), dtype=torch.int64, device=logits.device)
     total = torch.empty((n, n_tiles), dtype=torch.float32, device=logits.device)
     launch(
-        scan_raw, (n_tiles, n), logits, n_vocab, n_real, e.row, e.n_top, e.n, best, total, TILE=tile, num_warps=SCAN_WARPS
+        scan_raw, (n_tiles, n), logits, n_vocab, n_real, e.row, e.n_top, e.n, best, total, TILE=tile,
+        num_warps=SCAN_WARPS
     )
     launch(
-        finish_raw, (n,), logits, n_vocab, n_real, e.row, e.target, e.n_top, e.n, best, total, n_tiles, e.logprob, e.top_ids,
-        e.top_logprobs, e.top_ids.shape[1], TILE=tile, TILES=next_power_of_2(n_tiles), num_warps=FINISH_WARPS,
+        finish_raw, (n,), logits, n_vocab, n_real, e.row, e.target, e.n_top, e.n, best, total, n_tiles, e.logprob,
+        e.top_ids, e.top_logprobs, e.top_ids.shape[1], TILE=tile, TILES=next_power_of_2(n_tiles),
+        num_warps=FINISH_WARPS,
     )

@@ -92,8 +92,8 @@ def _penalise(v, count, repetition, frequency, presence):
 @triton.jit
 def _adjust(
     p_x, p_v, p_c, i_tile, n_real, batch_slot, position, n_banned, uses_history,
-    p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned, n_ids,
-    mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
+    p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned,
+    n_ids, mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
 ):
     """Leaves a tile in p_v after biases, penalties, bans and the mask, with counts in p_c; returns whether a
     logit was not finite.
@@ -164,9 +164,10 @@ def _adjust(
 def scan(
     p_logits, n_vocab, n_real, p_row, p_batch_slot, p_state_slot, p_position,
     p_temperature, p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_uses_history,
-    p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, p_mask_row, n_ids, p_n_logprobs, p_masks, n_words,
-    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special, p_ahead,
-    DECODE: tl.constexpr, DRAFTS: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, p_mask_row, n_ids, p_n_logprobs, p_masks,
+    n_words, p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special, p_ahead,
+    DECODE: tl.constexpr, DRAFTS: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Scans one tile of one row. A program uses its own tile of p_values and p_counts only."""
     if PDL:
@@ -500,9 +501,9 @@ def _top_logprobs(p_x, n_real, n_tiles, p_best, p_total, n, p_ids, p_logprobs, T
 @triton.jit
 def finish(
     p_logits, n_vocab, n_real, p_row, p_batch_slot, p_state_slot, p_position,
-    p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_stop, p_n_stop, n_ids, p_max_position, p_n_logprobs, p_history, max_len, p_last_token, p_positions, p_done,
-    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_listed, p_n_listed, p_special, p_few, n_tiles,
-    p_out, p_out_logprob, p_top_ids, p_top_logprobs, n_most,
+    p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_stop, p_n_stop, n_ids, p_max_position, p_n_logprobs, p_history,
+    max_len, p_last_token, p_positions, p_done, p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_listed,
+    p_n_listed, p_special, p_few, n_tiles, p_out, p_out_logprob, p_top_ids, p_top_logprobs, n_most,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
     WAYS: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -539,8 +540,8 @@ def finish(
                 p_v = p_values + own
             if ((k > 0) & (k < n_real)) | (min_p > 0) | (top_p < 1):
                 token = _draw_filtered(
-                    p_v, p_listed + own, tl.load(p_n_listed + i), p_few + i.to(tl.int64) * CAP, p_best + i * n_tiles, n_tiles,
-                    n_real, best, top, t, k, top_p, min_p, tl.sum(weights, 0), u24, TILE, CAP, BLOCK, WAYS,
+                    p_v, p_listed + own, tl.load(p_n_listed + i), p_few + i.to(tl.int64) * CAP, p_best + i * n_tiles,
+                    n_tiles, n_real, best, top, t, k, top_p, min_p, tl.sum(weights, 0), u24, TILE, CAP, BLOCK, WAYS,
                 )
             else:
                 fixed = fixed_point(weights, 0.0)
@@ -554,8 +555,9 @@ def finish(
 
         if (n_top >= 0) & (token >= 0):
             log_total = _top_logprobs(
-                p_x, n_real, n_tiles, p_raw_best + i * n_tiles, p_raw_total + i * n_tiles, tl.minimum(tl.minimum(n_top, n_most), n_real),
-                p_top_ids + i * n_most, p_top_logprobs + i * n_most, TILE, TILES,
+                p_x, n_real, n_tiles, p_raw_best + i * n_tiles, p_raw_total + i * n_tiles,
+                tl.minimum(tl.minimum(n_top, n_most), n_real), p_top_ids + i * n_most, p_top_logprobs + i * n_most,
+                TILE, TILES,
             )
             tl.store(p_out_logprob + i, tl.load(p_x + token) - log_total)
 
@@ -564,7 +566,9 @@ def finish(
         tl.store(p_last_token + batch_slot, token)
         tl.store(p_positions + batch_slot, position)
         tl.store(p_done + batch_slot, is_done.to(tl.int32))
-        tl.store(p_history + batch_slot.to(tl.int64) * max_len + position, token, mask=(token >= 0) & (position < max_len))
+        tl.store(
+            p_history + batch_slot.to(tl.int64) * max_len + position, token, mask=(token >= 0) & (position < max_len)
+        )
 
 
 @triton.jit
@@ -590,7 +594,8 @@ def finish_raw(
     if (i < tl.load(p_n)) & (n_top >= 0) & (target >= 0):
         p_x = p_logits + tl.load(p_row + i).to(tl.int64) * n_vocab
         log_total = _top_logprobs(
-            p_x, n_real, n_tiles, p_best + i * n_tiles, p_total + i * n_tiles, tl.minimum(tl.minimum(n_top, n_most), n_real),
-            p_top_ids + i * n_most, p_top_logprobs + i * n_most, TILE, TILES,
+            p_x, n_real, n_tiles, p_best + i * n_tiles, p_total + i * n_tiles,
+            tl.minimum(tl.minimum(n_top, n_most), n_real), p_top_ids + i * n_most, p_top_logprobs + i * n_most, TILE,
+            TILES,
         )
         tl.store(p_logprob + i, tl.load(p_x + target) - log_total)

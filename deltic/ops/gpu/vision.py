@@ -219,11 +219,15 @@ def pixel_patches(pixels: Tensor, table: Tensor, grid: PatchGrid, out: Tensor, *
     _check_grid(grid, begin, n_rows)
     frame_bytes = grid.n * SIDE.value**2 * CHANNELS.value
     check("pixel_patches", n_frames in (1, 2) and len(pixels) >= n_frames * frame_bytes, "all pixels of 1 or 2 frames")
-    check("pixel_patches", pixels.dtype == torch.uint8 and table.dtype == torch.float32, "uint8 pixels, a float32 table")
-    check("pixel_patches", width == CHANNELS.value * FRAMES.value * SIDE.value**2 and out.is_contiguous(), "out [R, 1536]")
+    check(
+        "pixel_patches", pixels.dtype == torch.uint8 and table.dtype == torch.float32, "uint8 pixels, a float32 table"
+    )
+    check(
+        "pixel_patches", width == CHANNELS.value * FRAMES.value * SIDE.value**2 and out.is_contiguous(), "out [R, 1536]"
+    )
     launch(
-        _patches_kernel, (n_rows,), pixels, table, out, begin, grid.n, grid.columns, frame_bytes * (n_frames - 1), WIDTH=width,
-        BLOCK=next_power_of_2(width), num_warps=4,
+        _patches_kernel, (n_rows,), pixels, table, out, begin, grid.n, grid.columns, frame_bytes * (n_frames - 1),
+        WIDTH=width, BLOCK=next_power_of_2(width), num_warps=4,
     )
 
 
@@ -255,7 +259,10 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float, out: Tensor) -> None
 def _check_memory(memory: Tensor, dim: int) -> HeadColumns:
     columns = HeadColumns.of(dim)
     check("vision", dim % 8 == 0 and 16 <= dim <= MAX_VISION_DIM, f"heads of 16 to {MAX_VISION_DIM}, multiples of 8")
-    check("vision", memory.ndim == 4 and len(memory) == 3 and memory.shape[3] == columns.width, "memory [3, heads, T, width]")
+    check(
+        "vision", memory.ndim == 4 and len(memory) == 3 and memory.shape[3] == columns.width,
+        "memory [3, heads, T, width]",
+    )
     check("vision", memory.dtype == torch.bfloat16 and memory.is_contiguous(), "contiguous bfloat16 memory")
     check("vision", memory.shape[2] % (2 * KEYS.value) == 0, f"room for a multiple of {2 * KEYS.value} patches")
     return columns
@@ -270,7 +277,10 @@ def patch_keys(qkv: Tensor, grid: PatchGrid, cos: Tensor, sin: Tensor, memory: T
     """
     columns, heads = _check_memory(memory, dim), memory.shape[1]
     _check_grid(grid, begin, len(qkv))
-    check("patch_keys", qkv.dtype == torch.float32 and qkv.shape[1] == 3 * heads * dim and qkv.is_contiguous(), "float32 qkv")
+    check(
+        "patch_keys", qkv.dtype == torch.float32 and qkv.shape[1] == 3 * heads * dim and qkv.is_contiguous(),
+        "float32 qkv",
+    )
     check("patch_keys", begin + len(qkv) <= memory.shape[2], "room for the piece")
     check("patch_keys", cos.shape == sin.shape and cos.shape[1] == dim // 4, f"{dim // 4} angles a place")
     check("patch_keys", max(grid.rows, grid.columns) <= len(cos), "angles of all places")
@@ -290,7 +300,10 @@ def patch_attention(memory: Tensor, grid: PatchGrid, out: Tensor, *, begin: int,
     columns, heads = _check_memory(memory, dim), memory.shape[1]
     n_rows = len(out)
     _check_grid(grid, begin, n_rows)
-    check("patch_attention", out.dtype == torch.bfloat16 and out.shape[1] == heads * dim and out.is_contiguous(), "out [R, heads d]")
+    check(
+        "patch_attention", out.dtype == torch.bfloat16 and out.shape[1] == heads * dim and out.is_contiguous(),
+        "out [R, heads d]",
+    )
     check("patch_attention", max(begin + n_rows, grid.n) <= memory.shape[2], "room for all patches")
     main, tail, width, n = columns.main, columns.tail, columns.width, memory.numel() // columns.width
     rows = 128 if chip().multiplies_from_shared and n_rows % 128 == 0 else 64
@@ -301,6 +314,6 @@ def patch_attention(memory: Tensor, grid: PatchGrid, out: Tensor, *, begin: int,
 
     launch(
         _attention_kernel, (n_rows // rows, heads), tiles(rows, main), tiles(rows, tail), tiles(KEYS.value, main),
-        tiles(KEYS.value, tail), out, begin, grid.n, memory.shape[2], dim**-0.5 * 1.4426950408889634, HEADS=heads, D=dim,
-        MAIN=main, TAIL=tail, ROWS=rows, num_warps=4, num_stages=stages,
+        tiles(KEYS.value, tail), out, begin, grid.n, memory.shape[2], dim**-0.5 * 1.4426950408889634, HEADS=heads,
+        D=dim, MAIN=main, TAIL=tail, ROWS=rows, num_warps=4, num_stages=stages,
     )

@@ -42,8 +42,8 @@ def _stream_of(i_row, t, p_state_slot, p_head, head_stride, index):
 
 @triton.jit(do_not_specialize=["t", "index", "rows"])
 def _codes_kernel(
-    p_codes, p_table, n_codes, p_pair, plane, p_state_slot, p_head, head_stride, p_to, to_stride, to_plane, t, index, rows,
-    C: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    p_codes, p_table, n_codes, p_pair, plane, p_state_slot, p_head, head_stride, p_to, to_stride, to_plane, t, index,
+    rows, C: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):
     _wait(PDL)
     i_row = tl.program_id(0)
@@ -105,8 +105,8 @@ def _window_kernel(
 
 @triton.jit(do_not_specialize=["t", "n_frames", "index"])
 def _depthwise_kernel(
-    p_x, p_w, p_bias, p_pair, plane, p_state_slot, p_head, head_stride, p_from, from_stride, t, n_frames, index, eps, inverse_width,
-    C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_w, p_bias, p_pair, plane, p_state_slot, p_head, head_stride, p_from, from_stride, t, n_frames, index, eps,
+    inverse_width, C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
 ):
     _wait(PDL)
     H: tl.constexpr = TAPS - 1
@@ -131,8 +131,8 @@ def _depthwise_kernel(
 
 @triton.jit(do_not_specialize=["t", "n", "n_frames", "index"])
 def _wave_kernel(
-    p_x, plane, p_w, p_bias, p_out, p_state_slot, p_head, head_stride, p_from, from_stride, from_plane, n, t, n_frames, index,
-    C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    p_x, plane, p_w, p_bias, p_out, p_state_slot, p_head, head_stride, p_from, from_stride, from_plane, n, t, n_frames,
+    index, C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     _wait(PDL)
     H: tl.constexpr = TAPS - 1
@@ -221,9 +221,9 @@ def window_attention(
     check("vocode", cos.shape == (window, d // 2) and ring.rows == window - 1, "a table and a ring of one window")
     check("vocode", d == next_power_of_2(d), f"a head of 16, 32, 64 ..., found {d}")
     launch(
-        _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.state_slot, streams.head, streams.head.stride(0),
-        ring.data, ring.data.stride(0), _rows(streams, n), ring.index, d**-0.5, HEADS=n_heads, D=d, WINDOW=window,
-        KEYS=next_power_of_2(window), num_warps=4,
+        _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.state_slot, streams.head,
+        streams.head.stride(0), ring.data, ring.data.stride(0), _rows(streams, n), ring.index, d**-0.5, HEADS=n_heads,
+        D=d, WINDOW=window, KEYS=next_power_of_2(window), num_warps=4,
     )
 
 
@@ -239,9 +239,9 @@ def depthwise_norm(
     check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     check("vocode", w.shape[1] == c and ring.rows == w.shape[0] - 1, f"w [taps, {c}] and a ring of taps - 1")
     launch(
-        _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.state_slot, streams.head, streams.head.stride(0), ring.data,
-        ring.data.stride(0), _rows(streams, n), streams.n_frames, ring.index, eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c),
-        TAPS=w.shape[0], num_warps=4,
+        _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.state_slot, streams.head,
+        streams.head.stride(0), ring.data, ring.data.stride(0), _rows(streams, n), streams.n_frames, ring.index, eps,
+        1.0 / c, C=c, WIDTH=next_power_of_2(c), TAPS=w.shape[0], num_warps=4,
     )
 
 
@@ -252,9 +252,9 @@ def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring
     _, n, c = x.shape
     check("vocode", out.shape == (n,) and w.shape[1] == c and ring.rows == w.shape[0] - 1, f"out [{n}], w [taps, {c}]")
     launch(
-        _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.state_slot, streams.head, streams.head.stride(0),
-        ring.data, ring.data.stride(0), ring.data.stride(1), n, _rows(streams, n), streams.n_frames, ring.index, C=c,
-        WIDTH=next_power_of_2(c), TAPS=w.shape[0], BLOCK=WAVE_BLOCK, num_warps=4,
+        _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.state_slot, streams.head,
+        streams.head.stride(0), ring.data, ring.data.stride(0), ring.data.stride(1), n, _rows(streams, n),
+        streams.n_frames, ring.index, C=c, WIDTH=next_power_of_2(c), TAPS=w.shape[0], BLOCK=WAVE_BLOCK, num_warps=4,
     )
 
 
@@ -262,6 +262,6 @@ def advance(streams: Streams, rows: Tensor, rate: Tensor) -> None:
     """Moves the heads behind a chunk: rows, rate: int32 [rings], of each ring."""
     n_rings = rows.shape[0]
     launch(
-        _advance_kernel, (streams.n,), streams.state_slot, streams.head, streams.head.stride(0), rows, rate, n_rings, streams.n_frames,
-        RINGS=next_power_of_2(n_rings), num_warps=1,
+        _advance_kernel, (streams.n,), streams.state_slot, streams.head, streams.head.stride(0), rows, rate, n_rings,
+        streams.n_frames, RINGS=next_power_of_2(n_rings), num_warps=1,
     )

@@ -182,7 +182,9 @@ def _put_rows(segment: Segment, first: int, rows: Array | Quantised, device: tor
     if not isinstance(rows, Quantised):
         codes, *scales = quantise(segment.format, to_device(rows.reshape(-1, segment.k), device), segment.n_matrices)
         named = dict(zip(("scale", "least"), scales, strict=True))
-        parts = {name: part.contiguous().view(_integer(part.itemsize)) for name, part in named.items() if part is not None}
+        parts = {
+            name: part.contiguous().view(_integer(part.itemsize)) for name, part in named.items() if part is not None
+        }
     else:
         codes, outer = to_device(rows.codes, device), rows.outer
         if segment.format.scales == "e4m3" and outer is not None:
@@ -225,7 +227,9 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
         None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size)).copy()
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
     ]
-    signed = [part for part, dtype in zip(filled, dtypes, strict=True) if dtype is not None and np.dtype(dtype).kind in "fV"]
+    signed = [
+        part for part, dtype in zip(filled, dtypes, strict=True) if dtype is not None and np.dtype(dtype).kind in "fV"
+    ]
     if format.codes != "e4m3":
         for part in signed:
             part[::2] *= -1
