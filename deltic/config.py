@@ -559,6 +559,19 @@ MEASURED = (
 )
 """Settings of an engine that benches of a model on a GPU take, too."""
 
+_FOR_A_CHILD = """
+allow_audio_dir allow_audio_host client_timeout_s default_max_tokens drain_notice_s drain_s engine_timeout_s
+fetch_images_from log_format log_level log_prompts max_body_mb max_logprobs max_n max_queue
+max_stored_responses queue_timeout_s request_timeout_s skip_hosted_tools strict_fields
+trust_request_chat_template
+"""
+FOR_A_CHILD = frozenset(_FOR_A_CHILD.split())
+"""Settings of a server that mean the same in one that a command starts for itself.
+
+The others say where the main server listens, whom it lets in, and what is that one's alone, as the directory
+of its batches.
+"""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question for who mistyped a name; empty where none is like it."""

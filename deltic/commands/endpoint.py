@@ -35,7 +35,7 @@ from typing import Any, cast
 
 import httptools
 
-from deltic.config import ENV_PREFIX, Config, ConfigError, MayPass, ServerConfig
+from deltic.config import ENV_PREFIX, FOR_A_CHILD, Config, ConfigError, MayPass, ServerConfig
 from deltic.json_types import JsonObject
 
 PROGRAM = (sys.executable, "-m", "deltic")
@@ -349,20 +349,6 @@ def flags(config_class: type[Config], given: Mapping[str, object]) -> list[str]:
         for value in values if isinstance(values, (list, tuple)) else [] if values is None else [values]:
             arguments += ["--" + field.name.replace("_", "-"), str(value)]
     return arguments
-
-
-_SHARED = """
-allow_audio_dir allow_audio_host client_timeout_s default_max_tokens drain_notice_s drain_s engine_timeout_s
-fetch_images_from log_format log_level log_prompts max_body_mb max_logprobs max_n max_queue
-max_stored_responses queue_timeout_s request_timeout_s skip_hosted_tools strict_fields
-trust_request_chat_template
-"""
-FOR_A_CHILD = frozenset(_SHARED.split())
-"""Settings of ServerConfig that mean the same in a server of ours.
-
-The others say where the main server listens, whom it lets in, and what is that one's alone, as the directory
-of its batches.
-"""
 
 
 def own_environment() -> dict[str, str]:

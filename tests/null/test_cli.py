@@ -17,10 +17,10 @@ import pytest
 import deltic
 from deltic import __version__
 from deltic.__main__ import BENCHES, COMMANDS, main, parsed, parser
-from deltic.commands.endpoint import FOR_A_CHILD, LocalServer, ServerFailed, flags, own_environment
+from deltic.commands.endpoint import LocalServer, ServerFailed, flags, own_environment
 from deltic.commands.flags import FOREIGN, advice
 from deltic.commands.settings import server_arguments
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.config import FOR_A_CHILD, ConfigError, EngineConfig, ModelConfig, ServerConfig
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 NAMES = [*COMMANDS, *(f"bench {name}" for name in BENCHES)]

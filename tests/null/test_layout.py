@@ -392,7 +392,7 @@ WIDE_SETTINGS = {
     "whoever plans says what would fit": "memory_gb",
     "whoever looks for files asks for it": "download_dir cache_dir",
     "a file, a module or a field of requests has the same name": "generation_config chat_template kv_events",
-    "each door bounds bodies, writes addresses, or waits": "max_body_mb root_path max_queue queue_timeout_s drain_s",
+    "each door bounds bodies and queues, and writes addresses": "max_body_mb root_path max_queue",
     "each process writes a log, each command asks a server": "log_format api_key",
 }
 """Settings that more files name, by the reason. The list only shrinks."""
