@@ -18,7 +18,7 @@ import llama_cpp
 import numpy as np
 import torch
 
-from tests.cpu.test_formats import loaded, mixed, runner
+from tests.cpu.test_formats import loaded, lowest, mixed, runner
 from tests.cpu.test_purity import prompt, run
 from tests.plain import plain
 from tests.reference.model import forward
@@ -41,7 +41,7 @@ def main() -> None:
                 path = write_gguf(
                     source,
                     Path(folder) / f"{kind}-{type}.gguf",
-                    mixed if type == "mixed" else type,
+                    {"mixed": mixed, "lowest": lowest}.get(type, type),
                     change=lambda writer: writer.add_token_merges(["a b"]),
                 )
                 weights, shape = loaded(path)

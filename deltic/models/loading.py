@@ -71,6 +71,11 @@ _SIZED_BY = (
 """The fields of config.json that size tensors of a language model, beside hidden_size, by their names."""
 
 
+_MLX = (
+    "an MLX checkpoint (mlx-community, LM Studio), whose tensors are stored in another way; give the model that it was "
+    "made of, or a GGUF file of it"
+)
+
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.k_scale|\.v_scale)$")
 
 
@@ -435,10 +440,7 @@ def _headers_of(path: Path, identity: tuple[object, ...]) -> Mapping[str, Header
     for file, promised in checkpoint_files(path).items():
         found, metadata = read_header(file)
         if metadata.get("format") == "mlx":
-            raise CheckpointError(
-                f"{file}: an MLX checkpoint (mlx-community, LM Studio), whose tensors are stored in another way; give the model that "
-                "it was made of, or a GGUF file of it"
-            )
+            raise CheckpointError(f"{file}: {_MLX}")
         for name in promised:
             if name not in found:
                 raise CheckpointError(f"{file}: {INDEX} lists tensor {name!r} here, but it is missing")
@@ -461,6 +463,9 @@ def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTens
     headers, files = read_headers(path), MappedFiles()
     skipped = {name: headers.pop(name) for name in list(headers) if name.startswith(prefixes)}
     said = read_json(config) if config.exists() else {}
+    if isinstance(of_mlx := said.get("quantization"), Mapping):
+        bits, group = of_mlx.get("bits"), of_mlx.get("group_size")
+        raise CheckpointError(f"{config}: quantization: {bits!r} bits in groups of {group!r}: {_MLX}")
     found = tensors_of_files(headers, said)
     method = quantization_config(said).get("quant_method")
     if method in ("fp8", "awq", "gptq") and all(tensor.format is None for tensor in found.values()):

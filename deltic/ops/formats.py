@@ -68,6 +68,14 @@ class Codebook:
         """Bits of an index above the lower 8, with the offset."""
         return max(self.bits - 8, 0) + (not self.has_signs)
 
+    @property
+    def planes(self) -> tuple[int, int, int, int]:
+        """Bytes of 32 weights in rows, on a GPU: of the lower 8 bits of indices, of the bits above, and of
+        signs; and of the whole book, in pairs of levels.
+        """
+        entries = 32 // self.width if self.bits else 0
+        return entries, -(-entries * self.high_bits // 8), 4 * self.has_signs, entries and self.width // 2 << self.bits
+
 
 CODEBOOKS = {
     "iq1": Codebook(11, 8, has_signs=False), "iq2_xxs": Codebook(8, 8), "iq2_xs": Codebook(9, 8),
@@ -91,9 +99,7 @@ TABLES = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq1": (-7, 1, 9, 0, -9, -1, 7, 0) * 2,
-    "iq2_xxs": _with_signs(8, 25, 43),
-    "iq2_xs": _with_signs(8, 25, 43),
-    "iq2_s": _with_signs(8, 25, 43),
+    **dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s"), _with_signs(8, 25, 43)),
     "iq3_xxs": _with_signs(8, 24, 40, 56, 72, 88, 104, 124),
     "iq3_s": _with_signs(8, 24, 40, 56, 72, 88, 104, 120),
     "sign": _with_signs(1),
@@ -282,15 +288,6 @@ def book_of(codes: str) -> Array:
         (1 << bits) - 1
     )
     return levels.astype(np.uint8)
-
-
-def book_planes(codes: str) -> tuple[int, int, int, int]:
-    """Bytes of 32 weights in rows, on a GPU: of the lower 8 bits of indices, of the bits above, and of signs;
-    and of the whole book, in pairs of levels.
-    """
-    book = CODEBOOKS[codes]
-    entries = 32 // book.width if book.bits else 0
-    return entries, -(-entries * book.high_bits // 8), 4 * book.has_signs, entries and book.width // 2 << book.bits
 
 
 def entries_of(codes: str, index: Array | None, signs: Array | None) -> Array:

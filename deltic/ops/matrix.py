@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
-from deltic.ops.formats import CODEBOOKS, CODES, SCALES, Quantised, WeightFormat, book_planes
+from deltic.ops.formats import CODEBOOKS, CODES, SCALES, Quantised, WeightFormat
 
 PANEL = 16
 """Rows of a panel. A panel of a convolution has 32 (ops/cpu/vocoder.py)."""
@@ -132,11 +132,11 @@ class Segment:
 
 def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
     """Parts of n rows in the rows layout, (first byte, bytes) by name, in their order: the codes by the bits
-    that stand together (codes16, codes8, codes4, codes2, codes1), of a codebook (`book_planes`) index, high,
-    codes1 (the signs) and book; then scale, least, outer.
+    that stand together (codes16, codes8, codes4, codes2, codes1), of a codebook index, high, codes1 (the
+    signs) and book (`Codebook.planes`); then scale, least, outer.
     """
     if format.codes in CODEBOOKS:
-        *of_rows, book = book_planes(format.codes)
+        *of_rows, book = CODEBOOKS[format.codes].planes
         sizes = {name: n * k // 32 * size for name, size in zip(("index", "high", "codes1"), of_rows, strict=True)}
         sizes = {name: size for name, size in (sizes | {"book": book}).items() if size}
     else:

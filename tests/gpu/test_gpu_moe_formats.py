@@ -51,6 +51,7 @@ MIXES = {
     "routed experts in bf16": Mix("bf16", "bf16", "fp8-row", "Q6_K"),
     "gate and up apart": Mix("Q4_K Q5_K", "Q6_K", "Q8_0", "Q8_0"),
     "all apart": Mix("Q4_K Q5_K", "IQ4_XS", "Q4_K Q5_K", "IQ4_XS"),
+    "codebooks": Mix("IQ2_XXS IQ1_M", "IQ3_S", "Q1_0", "TQ2_0"),
     "bf16 apart": Mix("bf16 fp8", "bf16", "fp8 bf16", "bf16", 32),
 }
 HIDDEN, N_EXPERTS, K, WIDTH = (2048, 64, 8, 512) if torch.cuda.is_available() else (256, 6, 3, 64)
@@ -163,7 +164,7 @@ def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor, rounds_x: list[bool], roun
 @pytest.mark.parametrize(
     "mix",
     [
-        pytest.param(mix, id=name, marks=() if name in ("NVFP4", "all apart") else pytest.mark.long)
+        pytest.param(mix, id=name, marks=() if name in ("NVFP4", "all apart", "codebooks") else pytest.mark.long)
         for name, mix in MIXES.items()
     ],
 )

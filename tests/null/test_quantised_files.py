@@ -645,6 +645,14 @@ def test_an_mlx_checkpoint_is_named(tmp_path: Path) -> None:
             open_tensors(tmp_path)
 
 
+def test_an_mlx_checkpoint_is_named_by_its_config(tmp_path: Path) -> None:
+    """Whatever saved its files again."""
+    save_file({"x.weight": ONE.to(torch.uint32), "x.scales": ONE, "x.biases": -ONE}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}))
+    with pytest.raises(CheckpointError, match=r"config\.json: quantization: 4 bits in groups of 64: an MLX checkpoint"):
+        open_tensors(tmp_path)
+
+
 def test_a_method_that_is_not_known(tmp_path: Path) -> None:
     """Is refused by name, whatever the tensors look like."""
     with pytest.raises(CheckpointError, match=r"config\.json: quant_method 'vptq' is not supported"):

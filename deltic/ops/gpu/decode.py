@@ -98,7 +98,7 @@ def _book(codes):
     high.
     """
     book = formats.CODEBOOKS[formats.CODES[codes]]
-    index, high, *_ = formats.book_planes(formats.CODES[codes])
+    index, high, *_ = book.planes
     return book.bits, book.high_bits, book.width, _word(index), _word(high)
 
 
@@ -109,7 +109,7 @@ def _word(n_bytes):
 
 @triton.constexpr_function
 def _book_bytes(codes, part):
-    return formats.book_planes(formats.CODES[codes])[part]
+    return formats.CODEBOOKS[formats.CODES[codes]].planes[part]
 
 
 @triton.constexpr_function

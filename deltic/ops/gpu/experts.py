@@ -64,7 +64,7 @@ def is_e4m3(*matrices: Matrix) -> bool:
 @triton.constexpr_function
 def block_of(k: int, format: int, most: int) -> int:
     """Columns of a block of K. Only of e4m3 does it change bits, and follows k alone."""
-    codes = formats.CODES[format % 16]
+    codes = formats.CODES[format % 32]
     most = 128 if codes == "e4m3" else min(most, 64) if codes == "bf16" else most
     return next(block for block in (256, 128, 64, 32) if block <= most and k % block == 0)
 
@@ -72,7 +72,7 @@ def block_of(k: int, format: int, most: int) -> int:
 @triton.constexpr_function
 def together(k: int, format: int, most: int, n_columns: int) -> int:
     """Blocks of K whose scales are fetched together, of a product with so many rows of x."""
-    codes, n_blocks = formats.CODES[format % 16], k // block_of(k, format, most)
+    codes, n_blocks = formats.CODES[format % 32], k // block_of(k, format, most)
     if codes == "bf16" or (codes == "e4m3" and n_columns > 32):  # sums of a block take the registers
         return 1
     return next(n for n in (4 if n_columns <= 32 else 2, 2, 1) if n_blocks % n == 0)
@@ -90,7 +90,7 @@ def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns:
 @triton.jit
 def matrix_at(p_w, i_matrix, n, k, FORMAT: tl.constexpr):
     """Returns the address at which matrix i_matrix [n, k] begins."""
-    return p_w + tl.cast(i_matrix, tl.int64) * matrix_elements(n, k, FORMAT % 16, FORMAT // 16 % 16, FORMAT // 256)
+    return p_w + tl.cast(i_matrix, tl.int64) * matrix_elements(n, k, FORMAT % 32, FORMAT // 32 % 16, FORMAT // 512)
 
 
 @triton.jit
@@ -106,9 +106,9 @@ def product_of_rows(
     scale_step behind; not with AHEAD.
     """
     tl.static_assert(not AHEAD or p_x_scale is None)
-    CODES: tl.constexpr = FORMAT % 16
-    SCALES: tl.constexpr = FORMAT // 16 % 16
-    GROUP: tl.constexpr = FORMAT // 256
+    CODES: tl.constexpr = FORMAT % 32
+    SCALES: tl.constexpr = FORMAT // 32 % 16
+    GROUP: tl.constexpr = FORMAT // 512
     BLOCK_K: tl.constexpr = block_of(K, FORMAT, MOST_K)
     N: tl.constexpr = together(K, FORMAT, MOST_K, p_x_row.shape[0])
     STEP: tl.constexpr = N * BLOCK_K

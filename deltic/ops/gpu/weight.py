@@ -220,9 +220,8 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     scale: float = {"k": 32, "e8m0": 128 + round(np.log2(step)), "e4m3": 0x38}.get(kind, step)
     half = middle - 0.5
     least = {"k": 32, "e4m3": None}.get(kind, -step * half if with_ == "least" else 0 if format.bits == 8 else middle)
-    outer = [step / 32, step * half / 32][: 1 + (with_ == "least")] if kind == "k" else [2 * step, 1]
-    if with_ == "eighth":
-        outer = [step / 4]
+    unit = step / (4 if with_ == "eighth" else 32)
+    outer = [unit, unit * half][: 1 + (with_ == "least")] if kind == "k" else [2 * step, 1]
     filled: list[Any] = [
         None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size)).copy()
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
