@@ -195,8 +195,16 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if (request.pooling is None) != (info.embedder is None):
         what = "writes, and makes no vectors" if info.embedder is None else "makes vectors, and does not write"
         raise RequestError(f"this model {what}")
-    if request.pooling is not None and (p.max_tokens or p.n != 1 or request.branches):
-        raise RequestError("a vector has no tokens: max_tokens must be 0, n 1, and there are no branches")
+    if request.reads_hidden and (p.max_tokens or p.n != 1 or request.branches):
+        raise RequestError("nothing is drawn of a vector or a decision: max_tokens must be 0, n 1, and no branches")
+    if request.questions and not info.has_joint_head:
+        raise RequestError("this model has no joint head")
+    for question in request.questions:
+        spans = [question.instruction, *question.options]
+        if not question.options or not all(0 <= a < b <= len(request.prompt_ids) for a, b in spans):
+            raise RequestError("a question needs options, and tokens of the prompt for each of its parts")
+        if question.kind not in (0, 1, 2):
+            raise RequestError(f"there is no kind of question {question.kind}")
     c = p.constraint or Constraint()
     n_prompt_ids = info.n_prompt_ids or vocab_size
     if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < n_prompt_ids:

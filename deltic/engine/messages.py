@@ -185,6 +185,15 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Elements that are kept, from the front, before it is."""
 
 
+class JointQuestion(msgspec.Struct, frozen=True, array_like=True):
+    """A question to a model's joint head, by where its parts stand in the prompt: tokens [begin, end)."""
+
+    kind: int
+    """0: yes or no; 1: a choice; 2: a score."""
+    instruction: tuple[int, int]
+    options: list[tuple[int, int]]
+
+
 class Handling(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Wishes of a client about its request that are no part of the answer. APIs hand them on as they are."""
 
@@ -232,6 +241,13 @@ class Request(Handling, tag="request", kw_only=True, omit_defaults=True):
     """Labels that its client gave it, for `--trace`; empty without."""
     pooling: Pooling | None = None
     """Asks an embedder for the prompt's vector, and no token; None: the model writes."""
+    questions: list[JointQuestion] = []
+    """Asks a joint head for a logit of every option, and for no token."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """True if the request asks for what is made of its prompt's hidden states, and for no token."""
+        return self.pooling is not None or bool(self.questions)
 
     @property
     def prefix_scope(self) -> str:
@@ -424,7 +440,9 @@ class Output(msgspec.Struct, array_like=True):
     n_read: int | None = None
     """Tokens of the prompt that are computed or cached so far, in an Output that tells nothing else."""
     vector: bytes = b""
-    """The vector of a prompt that is pooled, float32: with its only Output."""
+    """The vector of a prompt that is pooled, or the logits of all options of its questions, in order.
+    float32, with its only Output.
+    """
 
     def one_by_one(self) -> list[Output]:
         """The same as an output for each of its tokens: who reads them may stop behind any."""
@@ -571,6 +589,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Bounds and sizes of pictures; None: prompts have no pictures."""
     no_pictures: str = ""
     """Reason why a tower that is there is not run; "" where there is none."""
+    has_joint_head: bool = False
+    """True if requests may have `questions`."""
     embedder: EmbedderInfo | None = None
     """Facts of a model that makes vectors; None: it writes or speaks."""
     max_loras: int = 0

@@ -220,7 +220,8 @@ class Sequence:
     def reads_whole_prompt(self) -> bool:
         """True if every token of the prompt has to be computed for this sequence, whatever the cache has."""
         pooling = self.request.pooling
-        return self.scored_from == 0 or (pooling is not None and pooling.mode != "last")
+        is_summed = bool(self.request.questions) or (pooling is not None and pooling.mode != "last")
+        return is_summed or self.scored_from == 0
 
     def begin_prompt_logprobs(self) -> None:
         """Starts its log-probabilities afresh, if it wants any. The first token of a prompt has none."""
@@ -391,6 +392,6 @@ class StepResult:
     guess_s: float = 0.0
     """Seconds that the head took."""
     vectors: dict[int, bytes] = field(default_factory=dict)
-    """Vectors of the prompts that are pooled, by the number of the draw."""
+    """Vectors of the prompts whose hidden states are read, by the number of the draw."""
     codes: NDArray[np.int32] | None = None
     """Frames of a speech model: [n_decodes, 16], that of chunk i, a decode, in row i (decodes come first)."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import numpy as np
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import StepRunner
@@ -23,11 +24,12 @@ from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_i
 from deltic.models.embedder import embedder_in
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.gguf_config import naming
-from deltic.models.loading import PACKED, forget_headers, without_skipped
+from deltic.models.joint_head import HeadShape, JointHead
+from deltic.models.loading import PACKED, forget_headers, open_tensors, without_skipped
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import cut
-from deltic.models.qwen.weights import stored_shape
+from deltic.models.qwen.weights import UNUSED, has_head, stored_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import check_tower, picture_rules, stored_tower, stored_vision_shape, tower_place
 from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom, Adapters, adapter_room, given_adapters, refuse_sizes
@@ -36,6 +38,7 @@ from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
 from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
+from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
@@ -55,6 +58,9 @@ class BuiltRunner(StepRunner, Protocol):
 
 class TextRunner(BuiltRunner, Protocol):
     """A runner of a language model."""
+
+    pools: Pools | None
+    """The prompts whose hidden states are read; None: nobody reads any."""
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, model: str, /) -> object: ...
 
@@ -132,8 +138,10 @@ def settle_text(
     config = without_foreign(config, device.name, "text")
     directory, shape = locate(config)
     embedder = embedder_in(directory) if config.dummy is None else None
+    joint_head = HeadShape.of(directory, shape.hidden_size) if config.dummy is None and directory.is_dir() else None
     if embedder is not None:
-        config, shape = replace(config, max_drafts=0), replace(shape, keeps_hidden=True)
+        config = replace(config, max_drafts=0)
+    shape = replace(shape, keeps_hidden=embedder is not None or joint_head is not None)
     max_drafts = device.text.max_drafts(config, shape)
     if max_drafts and device.n_cuts > device.n_gpus:
         raise ConfigError(
@@ -145,6 +153,10 @@ def settle_text(
         shape = stored_shape(directory, shape, bool(max_drafts))
     elif formats is not None:
         shape = replace(shape, formats=formats)
+    if embedder is not None and not has_head(directory):
+        shape = replace(shape, tie_word_embeddings=True)  # nothing is drawn from what it gives
+    if joint_head is not None and device.n_cuts > 1:
+        joint_head, notices = None, (*notices, "the joint head is not run: its decisions need one GPU")
     quantize, rest = resolve_quantize(config, directory, shape.formats)
     config = replace(
         config, quantize=quantize, quantize_rest=rest, max_drafts=max_drafts, kv_cache_dtype=kv_cache_dtype
@@ -167,6 +179,7 @@ def settle_text(
         n_gpus=device.n_gpus,
         notices=notices,
         embedder=embedder,
+        joint_head=joint_head,
         no_pictures=no_pictures,
     )
 
@@ -276,6 +289,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         notices=[str(notice) for notice in start.notices],
         no_pictures=model.no_pictures,
         embedder=embedder_info(model),
+        has_joint_head=model.joint_head is not None,
         prefix_cache=model.config.prefix_cache,
         adapters=keys,
         cache_files=str(runner.tiers.disk.directory.path) if runner.tiers and runner.tiers.disk else "",
@@ -301,11 +315,27 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
         loaded = without_skipped(loaded, "vision")
     start.compiled(compiling)
     runner = device.text_runner(plan, weights, vision, start.progress)
+    if model.joint_head is not None and runner.pools is not None:
+        runner.pools.judge = judge_of(model, model.joint_head)
     start.lap(device.made)
     told = _open_tiers(runner, model, device.kernels(runner.info), plan, start)
     kind, formats = precision(plan, first)
     start.notices = [*formats, *start.notices, *loaded, *model.notices, *said, *told]
     return runner, kind
+
+
+def judge_of(model: TextModel, shape: HeadShape) -> Judge:
+    """The joint head of a decision model, with rows of the output embedding as they are in the files.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
+    tensors = open_tensors(model.directory, UNUSED)
+    ends = ("lm_head.weight", *(["embed_tokens.weight"] if model.shape.tie_word_embeddings else []))
+    name = next((name for end in ends for name in tensors if name.endswith(end)), ends[0])
+    if name not in tensors or tensors[name].format is not None:
+        found = "nothing" if name not in tensors else tensors[name].dtype
+        raise UnsupportedModelError(name, found, "rows of 16 bits, beside a joint head")
+    return Judge(JointHead.load(model.directory, shape), lambda id: np.asarray(tensors[name].read(id, id + 1)))
 
 
 def _build_speech(model: SpeechModel, device: Cpu | Gpu, free_bytes: int, start: _Start) -> tuple[BuiltRunner, str]:

@@ -14,6 +14,7 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.step import Progress
 from deltic.models.embedder import Embedder
 from deltic.models.fields import read_json
+from deltic.models.joint_head import HeadShape
 from deltic.models.loading import PACKED, Declaration, Store
 from deltic.models.packed import check_packed
 from deltic.models.qwen.shape import ModelShape
@@ -75,6 +76,8 @@ class Model(Generic[S]):
     n_gpus: int = 1
     notices: tuple[str, ...] = ()
     """Decisions that no setting names, for the log."""
+    joint_head: HeadShape | None = None
+    """The joint head of a decision model that is run."""
     embedder: Embedder | None = None
     """The way to a vector, of a model that makes those; None: it writes or speaks."""
     no_pictures: str = ""

@@ -17,6 +17,7 @@ from typing import Any, Generic
 from deltic.config import ConfigError, EngineConfig, pinned_cpus
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.models.joint_head import HeadShape
 from deltic.models.loading import COUNTED, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
@@ -105,6 +106,8 @@ class Plan(Generic[S]):
     """The CPU of each thread; none: wherever the system puts them."""
     cuts: tuple[Cuts, ...] = ()
     """The parts of a model that is cut: each of several GPUs has one, or a run of them."""
+    joint_head: HeadShape | None = None
+    """The joint head of a decision model on a CPU. On a GPU it is in the host's memory, as what it reads."""
     n_gpus: int = 1
     """Sizes are those of one of them, but for the host's. 1 on a CPU, too."""
 
@@ -213,7 +216,7 @@ class Plan(Generic[S]):
 
     @property
     def pages_bytes(self) -> int:
-        return self.n_pages * self.page_bytes
+        return self.n_pages * page_cost(self)
 
     @property
     def n_slots(self) -> int:
@@ -245,7 +248,7 @@ class Plan(Generic[S]):
     @property
     def sequence_bytes(self) -> int:
         """Bytes of the pages of one sequence of full length: the least that is of use."""
-        return pages_for(self.max_model_len) * self.page_bytes
+        return pages_for(self.max_model_len) * page_cost(self)
 
     @property
     def spare_bytes(self) -> int:
@@ -264,6 +267,11 @@ class Plan(Generic[S]):
     def whole_pages(self, n_bytes: float) -> int:
         """Bytes of as many pages as n_bytes of the host hold."""
         return int(n_bytes) // self.host_page_bytes * self.host_page_bytes
+
+
+def page_cost(plan: Plan[S]) -> int:
+    """Bytes of a page, and of the hidden states of its tokens, if a joint head may read them."""
+    return plan.page_bytes + (2 * PAGE_SIZE * plan.joint_head.hidden_size if plan.joint_head else 0)
 
 
 TextPlan = Plan[ModelShape]
@@ -409,7 +417,7 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
         plan = replace(plan, budget_bytes=plan.budget_bytes - max(0, min(lacking, plan.spare_bytes // 2)))
     plan = _with_checkpoints(kind.budget(plan, config), kind, config)
     if config.n_pages is None:
-        n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // plan.page_bytes)
+        n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // page_cost(plan))
         plan = replace(plan, n_pages=n_pages)
     free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
     return replace(plan, host_bytes=kind.host_bytes(plan, config, free))
@@ -473,7 +481,8 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         adapters=model.adapters,
     )
     if not kind.on_gpu:
-        plan = replace(plan, host_bytes=plan.whole_pages((config.cache_host_gb or 0.0) * 1e9))
+        host_bytes = plan.whole_pages((config.cache_host_gb or 0.0) * 1e9)
+        plan = replace(plan, host_bytes=host_bytes, joint_head=model.joint_head)
     return _sized(plan, kind)
 
 

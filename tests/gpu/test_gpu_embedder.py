@@ -13,6 +13,8 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.cpu.test_embedder import prompt, request, runner, vectors
+from tests.cpu.test_joint_head import decider, decision
+from tests.cpu.test_joint_head import runner as joint_runner
 from tests.tiny import tiny_embedder
 
 
@@ -43,3 +45,16 @@ def test_vectors_have_the_same_bits_in_any_company(kind: str, mode: str) -> None
         for vector in (alone, vectors(Engine(runner(kind, mode)), [request("a", ids, mode)])["a"])
     )
     assert ours @ theirs > 0.99, "as a CPU's, but for what is rounded"
+
+
+@pytest.mark.long
+def test_decisions_of_a_joint_head_have_the_same_bits_in_any_company() -> None:
+    config = EngineConfig(
+        model=str(decider()), max_num_seqs=4, max_model_len=1536, max_step_tokens=1024, n_pages=64, n_checkpoints=8, cache_host_gb=0.2
+    )  # fmt: skip
+    own = build_runner(config, lambda stage, done: None, Gpu())
+    engine = Engine(own)
+    alone = vectors(engine, [decision(engine, "The server is down!")])["a"]
+    assert vectors(engine, [decision(engine, "x" * 40, "b"), decision(engine, "The server is down!")])["a"] == alone
+    theirs = vectors(Engine(joint_runner()), [decision(engine, "The server is down!")])["a"]
+    assert np.corrcoef(np.frombuffer(alone, np.float32), np.frombuffer(theirs, np.float32))[0, 1] > 0.9

@@ -156,10 +156,7 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
                 return dataclasses.replace(drafting, has_draft_head=False)
             if _holds_draft_head(drafting, tensors):
                 return drafting
-    shape = dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
-    if shape.keeps_hidden and not has_head(directory):
-        return dataclasses.replace(shape, tie_word_embeddings=True)  # nothing is drawn from what it gives
-    return shape
+    return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
 
 
 def has_head(directory: Path) -> bool:

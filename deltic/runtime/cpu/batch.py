@@ -95,7 +95,7 @@ class Batch:
                 inputs.token_ids[at:end] = ids
                 inputs.positions[at:end] = inputs.angles[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
                 inputs.token_batch_slot[at:end] = batch_slot
-            has_prompt = has_prompt or sequence.request.pooling is not None
+            has_prompt = has_prompt or sequence.request.reads_hidden
             if (prompt := self._prompts[batch_slot]) is not None:
                 self._fill_pictures(chunk, prompt, at, end)
             first_row.append(len(logit_tokens))

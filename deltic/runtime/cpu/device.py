@@ -32,7 +32,7 @@ from deltic.runtime.cpu.buffers import build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.model import PartWeights, SpeechModel, TextModel, Vision, of_stage
-from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan, counted
+from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan, counted, page_cost
 from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
 
 DEFAULT_SEQS = 32
@@ -81,6 +81,8 @@ class TextOnCpu(TextKind):
         n_angles = plan.max_model_len + plan.n_made_angles
         if plan.tower is not None:
             sizes["vision pixels that wait"] = plan.pixel_bytes
+        if plan.joint_head is not None:
+            sizes["joint head"] = plan.joint_head.n_bytes
         return {**sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
 
     def useful_pages(self, plan: TextPlan, config: EngineConfig) -> int:
@@ -90,7 +92,7 @@ class TextOnCpu(TextKind):
         that can run, and at least for those that could by default.
         """
         if config.prefix_cache and config.memory_gb is not None:
-            return plan.left_bytes // plan.page_bytes
+            return plan.left_bytes // page_cost(plan)
         n_sequences = max(plan.max_num_seqs, DEFAULT_SEQS if config.prefix_cache else 1)
         return n_sequences * pages_for(plan.max_model_len)
 

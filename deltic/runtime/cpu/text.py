@@ -75,7 +75,7 @@ class Runner:
             self.adapters = Adapters(shape, plan.adapters, memory)
         self.model.record(self.program, batch.inputs, self.memory, activations, rows, adapters)
         self.workspace.sampler.record(self.program, activations.logits)
-        self._pools = Pools() if shape.keeps_hidden else None
+        self.pools = Pools() if shape.keeps_hidden else None
         self.draft_head = self.workspace.draft_head
         if self.draft_head is not None:
             sampler = self.workspace.sampler
@@ -133,8 +133,8 @@ class Runner:
         result = sampler.read(step)
         if self.draft_head is not None:
             result.guesses, result.guess_s = self.draft_head.follow(step, result.tokens)
-        if self._pools is not None:
-            result.vectors = self._pools.follow(step, self._hidden_of(step))
+        if self.pools is not None:
+            result.vectors = self.pools.follow(step, self._hidden_of(step))
         memory = self.memory
         for source, target in step.slot_copies:
             copy(memory.states[target], memory.states[source])

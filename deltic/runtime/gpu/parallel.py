@@ -39,6 +39,7 @@ from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
+from deltic.runtime.pools import Pools
 
 GRACE_S = 5.0
 """Seconds that a runner that has not failed may take to end, or to fail as well, once another has failed."""
@@ -127,6 +128,7 @@ class ParallelRunner:
         self.tiers: Tiers | None = None
         self.pictures: PictureEncoder | None = None
         self.adapters: LoadedAdapters | None = None
+        self.pools: Pools | None = None  # each of the runners has its own
         self.info, self.replays = first.info, first.replays  # info is of all GPUs; each replays the same
         if first.tower is not None:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])

@@ -155,7 +155,7 @@ class GpuTextRunner(GpuRunner):
             self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._prompt_logprobs = PromptScorer(self.model, w.prefill, plan.n_real)
-        self._pools = Pools() if shape.keeps_hidden else None
+        self.pools = Pools() if shape.keeps_hidden else None
         self._ran_ahead: torch.cuda.Event | None = None
         self._n_guesses = 0
         """Guesses of this step for one sequence, at most."""
@@ -282,8 +282,8 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         pending = super()._prefill(step, prefills)
-        if self._pools is not None:
-            pending.vectors = self._pools.follow(step, partial(self._hidden_of, step, prefills))
+        if self.pools is not None:
+            pending.vectors = self.pools.follow(step, partial(self._hidden_of, step, prefills))
         for i in prefills:
             if step.chunks[i].prompt_logprobs:
                 ends, n_blocks = self._prefill_batch.layout(step, prefills)
