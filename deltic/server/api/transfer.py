@@ -219,7 +219,7 @@ async def _read_by(take: Callable[[BinaryIO], None], request: Request) -> None:
     ours.setblocking(False)
 
     def read() -> None:
-        with theirs, theirs.makefile("rb", BLOCK_BYTES) as stream:
+        with theirs, theirs.makefile("rb") as stream:
             take(stream)
 
     async def send() -> None:

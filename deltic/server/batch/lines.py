@@ -122,6 +122,7 @@ async def ask(app: ASGIApp, job: BatchLine, account: Account | None) -> tuple[in
         else:
             parts.append(message.get("body", b""))
 
-    scope = inner_scope("POST", job.path, job.body, [(b"content-type", b"application/json")]) | {BATCH: account}
+    scope = inner_scope("POST", job.path, job.body, [(b"content-type", b"application/json")])
+    scope[BATCH] = account
     await app(scope, receive, send)
     return status, headers, b"".join(parts)
