@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltic.models.gguf_tensors import Rows, decoded
+from deltic.models.gguf_blocks import decoded
+from deltic.models.gguf_tensors import Rows
 from deltic.models.loading import Planned
 from deltic.models.mapped import Header
 from deltic.models.qwen.shape import ModelShape
