@@ -12,7 +12,9 @@ import pytest
 from deltic.engine.messages import MAX_SCORED
 from deltic.server.chat import decisions
 from deltic.server.chat.decisions import AskedIds, branches_of
-from tests.fake_engine import FakeEngineClient, byte_tokenizer, make_app, served
+from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
+from tests.null.test_picture_doors import seeing, url_of
+from tests.pictures import file_of, rgb
 from tests.waiting import wait_for
 
 VALUES = {
@@ -300,3 +302,16 @@ def test_probabilities_of_what_is_most_unlikely() -> None:
     assert decisions.probabilities([-1e9, -1e9 - math.log(3)]) == pytest.approx([0.75, 0.25])
     assert decisions.probabilities([-math.inf, -math.inf]) == [0.5, 0.5]
     assert decisions.confidence([0.25] * 4) == 0 and decisions.confidence([1.0, 0.0]) == 1
+
+
+def test_pictures_of_the_input(url: str) -> None:
+    """Each group of questions has the input's pictures, and the next follows when one has ended."""
+    engine = seeing()
+    engine.score = score
+    with served(make_app(engine, PICTURE_TEMPLATE)) as seen:
+        part = {"type": "input_image", "image_url": url_of(file_of(rgb(), "PNG"))}
+        content = [{"type": "input_text", "text": "Look."}, part]
+        said = post(f"{seen}/v1/decisions", input=[{"role": "user", "content": content}], questions=QUESTIONS[1:] * 9)
+    assert len(said["answers"]) == 18 and len(engine.requests) > 1
+    assert all(len(request.pictures) == 1 for request in engine.requests)
+    assert engine.requests[0].pictures[0].first < len(engine.requests[0].prompt_ids)
