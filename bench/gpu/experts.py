@@ -28,7 +28,7 @@ from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, round_rows
 from deltic.ops.gpu.launch import allocate_on, parse_levers
-from deltic.ops.gpu.moe import MoeTiles, moe_decode, moe_scratch, moe_tiles
+from deltic.ops.gpu.moe_decode import MoeTiles, moe_decode, moe_scratch, moe_tiles
 from deltic.ops.gpu.moe_prefill import moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore

@@ -18,7 +18,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import Routing
 from deltic.ops.gpu.fp8 import fp8_rows
-from deltic.ops.gpu.moe import MoeTiles, moe_decode, moe_scratch
+from deltic.ops.gpu.moe_decode import MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.ops.matrix import Matrix

@@ -40,7 +40,7 @@ from deltic.ops.gpu.fp8 import Fp8Rows, Operand
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import gdn_prefill
 from deltic.ops.gpu.launch import copy_rows, take_rows
-from deltic.ops.gpu.moe import moe_decode
+from deltic.ops.gpu.moe_decode import moe_decode
 from deltic.ops.gpu.moe_prefill import moe_prefill
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.weight import to_device

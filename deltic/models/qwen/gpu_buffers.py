@@ -16,7 +16,7 @@ from deltic.ops.gpu.draft import GuessRows
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_scratch
 from deltic.ops.gpu.linear import WideScratch, k_splits, wide_scratch
-from deltic.ops.gpu.moe import MoeScratch, moe_scratch
+from deltic.ops.gpu.moe_decode import MoeScratch, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill_scratch
 
 RING = 4

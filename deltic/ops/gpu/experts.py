@@ -1,4 +1,4 @@
-"""Experts' weights in any format as operands: the products that the decode (moe.py) and the prefill
+"""Experts' weights in any format as operands: the products that the decode (moe_decode.py) and the prefill
 (moe_prefill.py) of a mixture have in common.
 
 A format is one number of a kernel, `number`. Gate and up rows may be two segments of different formats, whose

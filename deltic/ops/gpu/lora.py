@@ -481,7 +481,7 @@ def gather(
 
 @dataclass(frozen=True)
 class Routed:
-    """The pairs of a mixture as its work lists have them (moe.py, moe_prefill.py)."""
+    """The pairs of a mixture as its work lists have them (moe_decode.py, moe_prefill.py)."""
 
     counters: Tensor
     entries: Tensor
