@@ -217,11 +217,11 @@ def test_quantised_heads(quantize: str) -> None:
     assert len(guesses) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_gguf_files(kind: str) -> None:
-    path = tiny_gguf(kind, "Q8_0", has_mtp=True)
+@pytest.mark.parametrize(("kind", "type"), [*((kind, "Q8_0") for kind in KINDS), ("moe", "IQ2_S")])
+def test_heads_of_gguf_files(kind: str, type: str) -> None:
+    path = tiny_gguf(kind, type, has_mtp=True)
     runner = build(path)
-    assert runner.info.has_draft_head and runner.model.weights.draft_head.fc.whole.format.name == "Q8_0"
+    assert runner.info.has_draft_head and runner.model.weights.draft_head.fc.whole.format.name == type
     assert len(run(runner, sequence(prompt()), 97, 3)) == 3
     assert not build(path, max_drafts=0).info.has_draft_head
 
