@@ -4,8 +4,8 @@ tokens.
     python -m bench.decisions --out bench/runs/decisions.json
 
 Each round takes, one after the other: one question, and all of them, without a cache; a longer input, whose
-further tokens stand for those of the questions in the largest chunks there are (`least`); and a question whose
-input is found whole in the cache, which is its own tokens' time (`own`, the median of five, times all).
+further tokens stand for those of the questions in the largest chunks there are (`least`); and a question
+whose input is found whole in the cache, which is its own tokens' time (`own`, the median of five, times all).
 `ratio` is all of them over one and `own`, by the clock and by the processors' time.
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
         cold(512, 1)
         for _ in range(given.rounds):
             one, whole, more = (cold(given.state, 1), cold(given.state, given.questions), cold(given.state + n_more, 1))
-            state = ids(given.state // PAGE_SIZE * PAGE_SIZE + 1)  # all of it is found, but for its last token
+            state = ids(given.state // PAGE_SIZE * PAGE_SIZE + 1)  # all but its last token is found
             seconds(state, 1)
             alone = sorted(seconds(state, 1) for _ in range(5))[2]
             found: JsonObject = {"n_tokens": whole[2], "n_alone": alone[2]}
