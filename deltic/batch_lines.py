@@ -111,7 +111,7 @@ def read(text: bytes, line: int) -> BatchLine:
     if path not in PATHS:
         known = " or ".join(PATHS)
         if path is None:
-            raise BadLine(f"the body has none of {', '.join(PATHS.values())}", param="body")
+            raise BadLine(f"the body has none of {', '.join(dict.fromkeys(PATHS.values()))}", param="body")
         raise BadLine(f"url {path!r}: use {known}", "invalid_url", "url")
     if bytes(about.stream) not in (b"false", b"null"):
         raise BadLine("stream: a line is answered whole. Leave it out.", param="body.stream")

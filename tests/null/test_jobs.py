@@ -54,7 +54,7 @@ def test_both_forms_are_answered_with_many_in_flight(tmp_path: Path):
         (b"3", "expected a JSON object"),
         (b'{"body": 3}', "body: expected"),
         (b'{"custom_id": 3, "body": {}}', "custom_id"),
-        (b'{"body": {"temperature": 1}}', "none of messages, prompt, input"),
+        (b'{"body": {"temperature": 1}}', "none of messages, prompt, questions, input, state"),
         (b'{"url": "/v1/images", "body": {}}', "/v1/images"),
         (b'{"method": "GET", "body": {"prompt": "x"}}', "GET"),
         (b'{"prompt": "x", "stream": true}', "stream"),
