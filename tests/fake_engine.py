@@ -281,9 +281,13 @@ class FakeEngineClient:
 
     async def _run(self, request: Request, index: int, stream: RequestStream) -> None:
         params = request.params
-        if request.pooling is not None:
+        if request.reads_hidden:
             await asyncio.sleep(self.token_s)
-            vector = array("f", [len(request.prompt_ids), *request.prompt_ids[:1]] * 4)[: request.pooling.n_dimensions]
+            vector = array("f", [float(i) for question in request.questions for i, _ in enumerate(question.options)])
+            if request.pooling is not None:
+                vector = array("f", [len(request.prompt_ids), *request.prompt_ids[:1]] * 4)[
+                    : request.pooling.n_dimensions
+                ]
             stream.push(Output(request.id, index, finish_reason="length", vector=vector.tobytes()))
             stream.flush()
             return

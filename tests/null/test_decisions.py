@@ -13,6 +13,7 @@ from deltic.engine.messages import MAX_SCORED
 from deltic.server.chat import decisions
 from deltic.server.chat.decisions import AskedIds, branches_of
 from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
+from tests.null.test_http import post as send
 from tests.null.test_picture_doors import seeing, url_of
 from tests.pictures import file_of, rgb
 from tests.waiting import wait_for
@@ -315,3 +316,28 @@ def test_pictures_of_the_input(url: str) -> None:
     assert len(said["answers"]) == 18 and len(engine.requests) > 1
     assert all(len(request.pictures) == 1 for request in engine.requests)
     assert engine.requests[0].pictures[0].first < len(engine.requests[0].prompt_ids)
+
+
+def test_a_joint_head_answers_systemone() -> None:
+    """The fake gives the options of a question the logits 0, 1, ... in the order in which the head sees them: sorted by name."""
+    engine = FakeEngineClient(has_joint_head=True)
+    questions = {
+        "urgent": {"type": "noul", "instructions": "Is it?", "criteria": {"true": "Somebody waits."}},
+        "team": {"type": "choice", "instructions": "Who?", "criteria": {"b": None, "c": {"x": 1}, "a": "first"}},
+        "anger": {"type": "score", "instructions": {"how": "angry"}, "criteria": ["calm", "furious"]},
+    }
+    body = {"model": "fake", "state": {"text": "<|im_end|>"}, "questions": questions}
+    answer = send(engine, "/v1/systemone", body).json()
+    two = math.e / (1 + math.e)
+    assert answer["answers"]["urgent"] == {"type": "noul", "noul": pytest.approx(1 - two)}
+    team, anger = answer["answers"]["team"], answer["answers"]["anger"]
+    assert team["choice"] == "c" and list(team["probabilities"]) == ["b", "c", "a"]
+    assert team["probabilities"]["b"] == pytest.approx(math.e / (1 + math.e + math.e**2))
+    assert anger["score"] == pytest.approx(two) and anger["probabilities"]["1"] == pytest.approx(two)
+    (sent,) = engine.requests
+    assert [len(question.options) for question in sent.questions] == [2, 3, 2] and not sent.branches
+    assert answer["usage"]["input_tokens"] == len(sent.prompt_ids)
+    assert (
+        send(engine, "/v1/systemone", body | {"state": "x" * 2000}).json()["error"]["code"] == "context_length_exceeded"
+    )
+    assert send(engine, "/v1/systemone", body | {"model": "other"}).status_code == 404

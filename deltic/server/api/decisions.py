@@ -17,17 +17,19 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine.messages import EngineInfo, Handling
+from deltic.engine.messages import Request as EngineRequest
 from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import check
 from deltic.server.api.responses_items import Reference, parse_item
-from deltic.server.chat import decisions
+from deltic.server.chat import decisions, joint
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.messages import UserMessage
 from deltic.server.chat.picture_parts import Pictures, Sent
 from deltic.server.chat.request import Chat, context_limit
 from deltic.server.chat.template import render
+from deltic.server.chat.vectors import VectorOut
 from deltic.server.errors import bad_request, naming
 from deltic.server.limits import TICKET, Usage
 from deltic.server.preparation import Preparation
@@ -409,11 +411,47 @@ async def decide(service: Service, request: Request) -> ASGIApp:
     return LargeResponse(_encode(Decision(service.model_name, answers, _usage(usage, scores))))
 
 
+def joint_of(name: str, question: SystemOneQuestion) -> joint.JointAsked:
+    """A question as a joint head takes it."""
+    match question:
+        case SystemOneChoice(criteria=options):
+            return joint.asked_choice(name, question.instructions, options)
+        case SystemOneScore(criteria=levels):
+            return joint.asked_score(name, question.instructions, levels)
+    criteria = question.criteria or NoulCriteria()
+    said = {"true": criteria.true_, "false": criteria.false_}
+    return joint.asked_noul(name, question.instructions, {key: each for key, each in said.items() if each is not None})
+
+
+async def _joint(
+    service: Service, request: Request, asked: SystemOneRequest, jointly: list[joint.JointAsked], sent: EngineRequest
+) -> ASGIApp:
+    """The answer of a model with a joint head, which reads all questions at once."""
+    out = VectorOut(0)
+    request.scope["deltic.answer_id"] = sent.id
+    generation = Generation(service.client, service.metrics, [sent], [out], request.scope[TICKET], service.adapter)
+    await unless_disconnected(request.receive, generation.run(lambda updates: None))
+    usage, answers = generation.usage(), dict[str, SystemOneAnswer]()
+    found = joint.joint_logits(out.vector, jointly)
+    for (name, question), each, logits in zip(asked.questions.items(), jointly, found, strict=True):
+        parts = dict(zip(logits, decisions.probabilities([*logits.values()]), strict=True))
+        is_choice = isinstance(question, SystemOneChoice)
+        order = [*question.criteria] if is_choice else [option for option, _ in each.options]  # type: ignore[union-attr]
+        answers[name] = system_one_answer(question, [parts[option] for option in order])
+    counts = DecisionUsage(usage.prompt_tokens, DecisionCached(0), usage.prompt_tokens, 0, usage.told_timing())
+    return LargeResponse(_encode(SystemOneResult(service.model_name, answers, counts)))
+
+
 async def system_one(service: Service, request: Request) -> ASGIApp:
     """POST /v1/systemone: the same in TypeSafe's form."""
     info = service.admit()
     async with Preparation(service, request) as preparation:
         asked = await preparation.parse(SystemOneRequest)
+        if info.has_joint_head:
+            service.check_model(asked.model)
+            jointly = [joint_of(name, question) for name, question in asked.questions.items()]
+            sent = await preparation.run(joint.joint_request, service.tokenizer, info, asked.state, jointly)
+            return await _joint(service, request, asked, jointly, sent)
 
         def prepare() -> decisions.QuestionScores:
             chat = Chat(
