@@ -54,3 +54,8 @@ def stride(array: Array) -> int:
 def raw(array: Array) -> Array:
     """The same memory as unsigned integers of the same width, which numpy copies and compares quickly."""
     return array.view(f"u{array.itemsize}")
+
+
+def front(flat: Any, *size: int) -> Any:
+    """The front of a flat array, or of a tensor of torch's, as one of this size, over the same memory."""
+    return flat[: math.prod(size)].reshape(size)

@@ -20,7 +20,7 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights, empty_weights
 from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
-from deltic.ops.arrays import Array, bfloat16
+from deltic.ops.arrays import Array, bfloat16, front
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
@@ -390,7 +390,7 @@ class Qwen:
         rms_norm(program, act.residual, head.layer.input_norm, eps, act.normed, inputs.n_tokens)
         pages = memory.pages[:, -1]
         if keys_only:
-            proj = _rows(act.proj, act.residual, self.heads.row)
+            proj = front(act.proj, len(act.residual), self.heads.row)
             n_query = self.heads.row - self.linears.matrices["draft_head.kv"].n
             self.linears.project(program, "draft_head.kv", act.normed, proj, act.packed, inputs.n_tokens, first=n_query)
             self._attn_prepare(program, head.layer, proj, inputs, pages, act)
@@ -405,8 +405,8 @@ class Qwen:
     def _gdn(
         self, program: Program, i: int, i_gdn: int, inputs: ForwardInputs, memory: Memory, act: Activations
     ) -> None:
-        proj = _rows(act.proj, act.residual, self.shape.gdn_in_proj_rows)
-        mixed = _rows(act.mixed, act.residual, self.shape.gdn_value_size)
+        proj = front(act.proj, len(act.residual), self.shape.gdn_in_proj_rows)
+        mixed = front(act.mixed, len(act.residual), self.shape.gdn_value_size)
         self.linears.project(program, f"layers.{i}.in_proj", act.normed, proj, act.packed, inputs.n_tokens)
         gdn(
             program,
@@ -425,9 +425,9 @@ class Qwen:
     def _attention(
         self, program: Program, name: str, layer: AttnLayer, inputs: RowInputs, pages: Array, act: Activations
     ) -> None:
-        proj = _rows(act.proj, act.residual, self.heads.row)
-        query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
-        mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
+        proj = front(act.proj, len(act.residual), self.heads.row)
+        query = front(act.query, len(act.residual), self.heads.n_q * self.heads.dim)
+        mixed = front(act.mixed, len(act.residual), self.heads.n_q * self.heads.dim)
         self.linears.project(program, f"{name}qkv", act.normed, proj, act.packed, inputs.n_tokens)
         self._attn_prepare(program, layer, proj, inputs, pages, act)
         attention(
@@ -439,7 +439,7 @@ class Qwen:
         self, program: Program, layer: AttnLayer, proj: Array, inputs: RowInputs, pages: Array, act: Activations
     ) -> None:
         weights = AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
-        query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
+        query = front(act.query, len(act.residual), self.heads.n_q * self.heads.dim)
         attn_prepare(program, proj, self.heads, weights, inputs, KvPages(pages, self.shape.kv_format), query)
 
     def _feed_forward(self, program: Program, name: str, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
@@ -457,13 +457,8 @@ class Qwen:
         self, program: Program, prefix: str, width: int, out: Array, n_tokens: Array, act: Activations, *, add: bool
     ) -> None:
         """The MLP of this width whose matrices' names begin so."""
-        up = _rows(act.proj, act.residual, 2 * width)
-        inner = _rows(act.mixed, act.residual, width)
+        up = front(act.proj, len(act.residual), 2 * width)
+        inner = front(act.mixed, len(act.residual), width)
         self.linears.project(program, f"{prefix}gate_up", act.normed, up, act.packed, n_tokens)
         silu_mul(program, up, inner, n_tokens)
         self.linears.project(program, f"{prefix}down", inner, out, act.packed, n_tokens, add=add)
-
-
-def _rows(flat: Array, like: Array, width: int) -> Array:
-    """A [T, width] view of a flat buffer."""
-    return flat[: like.shape[0] * width].reshape(like.shape[0], width)

@@ -24,10 +24,11 @@ from torch import Tensor
 from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
-from deltic.models.qwen.gpu_linears import Linears, front
+from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
+from deltic.ops.arrays import front
 from deltic.ops.geometry import AttentionWeights, GdnWeights, Routing
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode

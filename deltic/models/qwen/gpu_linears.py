@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from deltic.models.qwen.gpu_adapters import Targets
+from deltic.ops.arrays import front
 from deltic.ops.gpu.blocks import AdapterRows, Drafts
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import is_e4m3
@@ -25,14 +26,6 @@ from deltic.ops.gpu.linear import (
 )
 from deltic.ops.gpu.lora import ExpertTargets, expand, gather, shrink
 from deltic.ops.matrix import Matrix
-
-
-def front(flat: Tensor, *size: int) -> Tensor:
-    """The front of a flat buffer as a tensor of this size."""
-    n = 1
-    for d in size:
-        n *= d
-    return flat[:n].view(*size)
 
 
 class Linears:

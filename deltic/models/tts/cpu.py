@@ -22,7 +22,7 @@ from deltic.models.qwen.cpu import Linears
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, SpeechWeights
-from deltic.ops.arrays import Array, bfloat16
+from deltic.ops.arrays import Array, bfloat16, front
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.dense import rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
@@ -178,11 +178,11 @@ class _Layers:
         """act.residual[:n_rows] through all layers. pages: [n, layers, 2, nk, 64, d]."""
         eps, n_rows, heads = self.shape.rms_norm_eps, inputs.n_tokens, self.heads
         project = self.linears.project
-        proj = _rows(act.proj, act.residual, heads.row)
-        query = _rows(act.query, act.residual, self.shape.q_rows)
-        mixed = _rows(act.mixed, act.residual, self.shape.q_rows)
-        up = _rows(act.proj, act.residual, 2 * self.shape.intermediate_size)
-        inner = _rows(act.mixed, act.residual, self.shape.intermediate_size)
+        proj = front(act.proj, len(act.residual), heads.row)
+        query = front(act.query, len(act.residual), self.shape.q_rows)
+        mixed = front(act.mixed, len(act.residual), self.shape.q_rows)
+        up = front(act.proj, len(act.residual), 2 * self.shape.intermediate_size)
+        inner = front(act.mixed, len(act.residual), self.shape.intermediate_size)
         for i, layer in enumerate(self.weights.layers):
             name = f"{self.name}.layers.{i}."
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, n_rows)
@@ -309,8 +309,3 @@ def _pass_rows(i: int, n_frames: Array, n_rows: Array, n_seqs: int) -> Attention
         batch_slot=each,
         page_table=each[:, None],
     )
-
-
-def _rows(flat: Array, like: Array, width: int) -> Array:
-    """A [T, width] view of a flat buffer."""
-    return flat[: like.shape[0] * width].reshape(like.shape[0], width)

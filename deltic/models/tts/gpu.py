@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError, refuse_limits
-from deltic.models.qwen.gpu_linears import Linears, front
+from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
+from deltic.ops.arrays import front
 from deltic.ops.geometry import N_CODES, Allocate, AttentionWeights
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill

@@ -27,7 +27,7 @@ from deltic.models.rotary import rotary_tables
 from deltic.models.vision.pixels import Patches
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import Linear, Norm, VisionBlock, VisionWeights
-from deltic.ops.arrays import Array, bfloat16, copy
+from deltic.ops.arrays import Array, bfloat16, copy, front
 from deltic.ops.cpu.dense import linear
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.vision import (
@@ -159,12 +159,12 @@ class VisionTower:
         """Appends the second stage of a block, when the keys and values of all patches are there."""
         b = self.buffers
         piece = {"begin": b.begin, "n_rows": b.n_rows}
-        mixed = _rows(b.mixed, len(b.normed), self.shape.hidden_size)
+        mixed = front(b.mixed, len(b.normed), self.shape.hidden_size)
         patch_attention(program, b.keys, b.frames, mixed, **piece)
         bias_rows(program, self._product(program, mixed, block.proj), block.proj.bias, b.residual, add=True, **piece)
         self._norm(program, block.norm2)
         up = self._product(program, b.normed, block.fc1)
-        inner = _rows(b.mixed, len(b.normed), self.shape.inner_size)
+        inner = front(b.mixed, len(b.normed), self.shape.inner_size)
         bias_gelu(program, up, block.fc1.bias, inner, n_rows=b.n_rows, exact=False)
         bias_rows(program, self._product(program, inner, block.fc2), block.fc2.bias, b.residual, add=True, **piece)
 
@@ -172,7 +172,7 @@ class VisionTower:
         """Appends residual of the piece -> its tokens."""
         b, w, n = self.buffers, self.weights, len(self.buffers.normed) // TOKEN
         self._norm(program, w.norm)
-        merged, inner = b.normed.reshape(n, -1), _rows(b.mixed, n, self.shape.merged_size)
+        merged, inner = b.normed.reshape(n, -1), front(b.mixed, n, self.shape.merged_size)
         up = self._product(program, merged, w.merge1, b.n_tokens)
         bias_gelu(program, up, w.merge1.bias, inner, n_rows=b.n_tokens, exact=True)
         out = self._product(program, inner, w.merge2, b.n_tokens)
@@ -185,14 +185,9 @@ class VisionTower:
 
     def _product(self, program: Program, x: Array, w: Linear, n_rows: Array | None = None) -> Array:
         """The linear without its bias, float32 [R, N], where the next one puts its own."""
-        out = _rows(self.buffers.wide, len(x), w.weight.n)
+        out = front(self.buffers.wide, len(x), w.weight.n)
         linear(program, x, w.weight, out, self.buffers.packed, self.buffers.n_rows if n_rows is None else n_rows)
         return out
-
-
-def _rows(flat: Array, n: int, width: int) -> Array:
-    """An [n, width] view of a flat buffer."""
-    return flat[: n * width].reshape(n, width)
 
 
 class VisionForward:

@@ -22,6 +22,7 @@ from deltic.models.rotary import rotary_tables
 from deltic.models.vision.pixels import PictureRules, level_table
 from deltic.models.vision.shape import BLOCK, CHANNELS, FRAMES_A_PATCH, LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import Linear, Norm, VisionBlock, VisionWeights
+from deltic.ops.arrays import front
 from deltic.ops.geometry import MAX_VISION_DIM, PAGE_SIZE, Allocate
 from deltic.ops.gpu.linear import ADD, BIAS, GELU_ERF, GELU_TANH, WideScratch, biased_linear
 from deltic.ops.gpu.vision import (
@@ -161,13 +162,13 @@ class VisionGpu:
 
     def _keys(self, block: VisionBlock, grid: PatchGrid, begin: int, residual: Tensor) -> None:
         b = self.buffers
-        qkv = _rows(b.qkv, len(residual), 3 * self.shape.hidden_size)
+        qkv = front(b.qkv, len(residual), 3 * self.shape.hidden_size)
         self._linear(block.qkv, self._norm(block.norm1, residual), qkv)
         patch_keys(qkv, grid, self.cos, self.sin, b.memory, begin=begin, dim=self.shape.head_dim)
 
     def _rest(self, block: VisionBlock, grid: PatchGrid, begin: int, residual: Tensor) -> None:
         b, n = self.buffers, len(residual)
-        mixed = _rows(b.mixed, n, self.shape.hidden_size)
+        mixed = front(b.mixed, n, self.shape.hidden_size)
         patch_attention(b.memory, grid, mixed, begin=begin, dim=self.shape.head_dim)
         self._linear(block.proj, mixed, residual, ADD)
         inner = b.inner[:n]
@@ -177,19 +178,14 @@ class VisionGpu:
 
     def _merger(self, residual: Tensor) -> None:
         b, n = self.buffers, len(residual) // TOKEN
-        merged, inner = self._norm(self.weights.norm, residual).view(n, -1), _rows(b.mixed, n, self.shape.merged_size)
+        merged, inner = self._norm(self.weights.norm, residual).view(n, -1), front(b.mixed, n, self.shape.merged_size)
         self._linear(self.weights.merge1, merged, inner, GELU_ERF)
         self._linear(self.weights.merge2, inner, b.tokens[:n])
 
     def _norm(self, norm: Norm, residual: Tensor) -> Tensor:
-        out = _rows(self.buffers.normed, *residual.shape)
+        out = front(self.buffers.normed, *residual.shape)
         layer_norm(residual, norm.weight, norm.bias, LAYER_NORM_EPS, out)
         return out
 
     def _linear(self, w: Linear, x: Tensor, out: Tensor, how: object = BIAS) -> None:
         biased_linear(x, w.weight, w.bias, out, how=how, scratch=self.buffers.wide)
-
-
-def _rows(flat: Tensor, n: int, width: int) -> Tensor:
-    """An [n, width] view of a flat buffer."""
-    return flat[: n * width].view(n, width)

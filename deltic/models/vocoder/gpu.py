@@ -20,7 +20,7 @@ from torch import Tensor
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
-from deltic.ops.arrays import Array
+from deltic.ops.arrays import Array, front
 from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.conv import (
     MAX_PARTS,
@@ -329,13 +329,6 @@ def chunk_buffers(shape: VocoderShape, max_frames: int, allocate: Allocate) -> C
     )
 
 
-def _front(flat: Tensor, *size: int) -> Tensor:
-    n = 1
-    for d in size:
-        n *= d
-    return flat[:n].view(*size)
-
-
 class VocoderGpu:
     """The weights, the streams' states, and the forward over given buffers."""
 
@@ -361,7 +354,7 @@ class VocoderGpu:
         streams, w = Streams(state_slot, self.head, codes.shape[1]), self.weights
         rings = iter(self.rings)
         residual = self._transform(codes, streams, rings, b)
-        x = _front(b.pairs[0], 2, *residual.shape)
+        x = front(b.pairs[0], 2, *residual.shape)
         rms_pair(residual, self.shape.rms_norm_eps, x)
         kept = [next(rings) for _ in w.upsamples]
         ring = next(rings)
@@ -369,14 +362,14 @@ class VocoderGpu:
             x = self._upsample(up, x, streams, kept[i], ring if i + 1 == len(kept) else None, b)
 
         history, ring = ring, next(rings)
-        pair = _front(b.pairs[1], 2, x.shape[1], w.first.m)
+        pair = front(b.pairs[1], 2, x.shape[1], w.first.m)
         act = w.blocks[0].act
         conv(x, w.first, streams, b.scratch, ConvOut(pair=pair, act=act, ring=ring), history=history)
         for i, block in enumerate(w.blocks):
             act = w.blocks[i + 1].act if i + 1 < len(w.blocks) else w.last_act
             here = b.pairs if i % 2 else (b.pairs[1], b.pairs[0])
             pair, ring = self._block(block, act, pair, streams, ring, rings, here, b)
-        samples = _front(b.samples, pair.shape[1])
+        samples = front(b.samples, pair.shape[1])
         wave(pair, w.last, w.last_bias, samples, streams, ring)
         advance(streams, self._rows, self._rates)
         return samples.view(streams.n, -1)
@@ -394,10 +387,10 @@ class VocoderGpu:
         """Codes to the pre-transformer's residual stream, float32 [B F, H]."""
         w = self.weights
         n = streams.n * streams.n_frames
-        x = _front(b.pairs[0], 2, n, self.shape.codebook_dim)
+        x = front(b.pairs[0], 2, n, self.shape.codebook_dim)
         ring = next(rings)
         codes_embed(codes.view(n, N_CODES), w.table, x, streams, ring)
-        residual = _front(b.raw, n, self.shape.hidden_size)
+        residual = front(b.raw, n, self.shape.hidden_size)
         conv(x, w.pre, streams, b.scratch, ConvOut(raw=residual), history=ring)
         for layer in w.layers:
             self._layer(layer, residual, streams, next(rings), b)
@@ -406,15 +399,15 @@ class VocoderGpu:
     def _layer(self, layer: _Layer, residual: Tensor, streams: Streams, ring: Ring, b: ChunkBuffers) -> None:
         shape, n = self.shape, residual.shape[0]
         attention = shape.n_heads * shape.head_dim
-        normed = _front(b.pairs[0], 2, n, shape.hidden_size)
-        qkv = _front(b.qkv, n, 3 * attention)
+        normed = front(b.pairs[0], 2, n, shape.hidden_size)
+        qkv = front(b.qkv, n, 3 * attention)
         rms_pair(residual, shape.rms_norm_eps, normed)
         conv(normed, layer.qkv, streams, b.scratch, ConvOut(raw=qkv, ring=ring, ring_from=attention))
-        mixed = _front(b.pairs[1], 2, n, attention)
+        mixed = front(b.pairs[1], 2, n, attention)
         window_attention(qkv, self._cos, self._sin, mixed, streams, ring, shape.n_heads)
         conv(mixed, layer.o, streams, b.scratch, ConvOut(residual=residual, raw=residual))
         rms_pair(residual, shape.rms_norm_eps, normed)
-        inner = _front(b.pairs[1], 2, n, shape.intermediate_size)
+        inner = front(b.pairs[1], 2, n, shape.intermediate_size)
         conv(normed, layer.gate_up, streams, b.scratch, ConvOut(pair=inner))
         conv(inner, layer.down, streams, b.scratch, ConvOut(residual=residual, raw=residual))
 
@@ -423,11 +416,11 @@ class VocoderGpu:
     ) -> Tensor:
         """x in the first of the pair buffers, as the result."""
         width = self.shape.latent_dim
-        raw = _front(b.raw, x.shape[1], up.up.m)
+        raw = front(b.raw, x.shape[1], up.up.m)
         conv(x, up.up, streams, b.scratch, ConvOut(raw=raw, ring=kept))
         raw = raw.view(-1, width)
         n = raw.shape[0]
-        normed, inner = _front(b.pairs[0], 2, n, width), _front(b.pairs[1], 2, n, up.wide.m)
+        normed, inner = front(b.pairs[0], 2, n, width), front(b.pairs[1], 2, n, up.wide.m)
         depthwise_norm(raw, up.depthwise, up.depthwise_bias, LAYER_NORM_EPS, normed, streams, kept)
         conv(normed, up.wide, streams, b.scratch, ConvOut(pair=inner, act="gelu"))
         conv(inner, up.narrow, streams, b.scratch, ConvOut(residual=raw, pair=normed, ring=ring))
@@ -449,12 +442,12 @@ class VocoderGpu:
         """
         n = pair.shape[1]
         width = block.up.m // block.up.phases
-        raw, out = _front(b.raw, n, block.up.m), _front(flat[1], 2, n, block.up.m)
+        raw, out = front(b.raw, n, block.up.m), front(flat[1], 2, n, block.up.m)
         history, ring = ring, next(rings)
         first = block.units[0].act1
         conv(pair, block.up, streams, b.scratch, ConvOut(raw=raw, pair=out, act=first, ring=ring), history=history)
         raw, pair = raw.view(-1, width), out.view(2, -1, width)
-        inner = _front(flat[0], *pair.shape)
+        inner = front(flat[0], *pair.shape)
         for i, unit in enumerate(block.units):
             conv(pair, unit.conv1, streams, b.scratch, ConvOut(pair=inner, act=unit.act2), history=ring)
             is_last, ring = i + 1 == len(block.units), next(rings)
