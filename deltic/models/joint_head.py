@@ -17,17 +17,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError, positive_int, read_json
 from deltic.models.mapped import MappedFiles, read_header
+from deltic.ops.arrays import Array
 
 WEIGHTS, CONFIG = "joint_head.safetensors", "joint_head_config.json"
 
-Rows = NDArray[np.float32]
+Rows = Array
+"""float32 [rows, width]."""
 
 AT_ONCE = 512
 """Options that gather evidence at once: a bound on memory, and by the request alone."""
@@ -218,36 +219,42 @@ class JointHead:
         return self._linear(f"{name}.out_proj", np.stack(mixed, 1).reshape(n, width))
 
     def _linear(self, name: str, rows: Rows) -> Rows:
-        return rows @ self._w[f"{name}.weight"].T + self._w[f"{name}.bias"]
+        product: Rows = rows @ self._w[f"{name}.weight"].T + self._w[f"{name}.bias"]
+        return product
 
     def _norm(self, name: str, rows: Rows) -> Rows:
         centred = rows - rows.mean(-1, keepdims=True)
         scale = 1.0 / np.sqrt(np.square(centred).mean(-1, keepdims=True) + np.float32(NORM_EPS))
-        return centred * scale * self._w[f"{name}.weight"] + self._w[f"{name}.bias"]
+        normed: Rows = centred * scale * self._w[f"{name}.weight"] + self._w[f"{name}.bias"]
+        return normed
 
     def _scale(self, name: str) -> np.float32:
         return np.float32(math.exp(min(float(self._w[name]), math.log(100.0))))
 
 
 def _mean(rows: Rows, span: Span) -> Rows:
-    return rows[span.begin : span.end].mean(0)
+    mean: Rows = rows[span.begin : span.end].mean(0)
+    return mean
 
 
 def _unit(rows: Rows) -> Rows:
-    return rows / np.maximum(np.sqrt(np.square(rows).sum(-1, keepdims=True)), np.float32(UNIT_EPS))
+    unit: Rows = rows / np.maximum(np.sqrt(np.square(rows).sum(-1, keepdims=True)), np.float32(UNIT_EPS))
+    return unit
 
 
 def _softmax(scores: Rows) -> Rows:
     raised = np.exp(scores - scores.max(-1, keepdims=True))
-    return raised / raised.sum(-1, keepdims=True)
+    shares: Rows = raised / raised.sum(-1, keepdims=True)
+    return shares
 
 
 def _gelu(rows: Rows) -> Rows:
     """x (1 + erf(x / sqrt 2)) / 2, with erf from Abramowitz and Stegun 7.1.26, within 1.5e-7."""
     size = np.abs(rows) * np.float32(math.sqrt(0.5))
     t = 1.0 / (1.0 + np.float32(0.3275911) * size)
-    series = np.float32(1.061405429)
+    series: Any = np.float32(1.061405429)
     for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = series * t + np.float32(factor)
     erf = 1.0 - series * t * np.exp(-size * size)
-    return rows * (1.0 + np.copysign(erf, rows)) * np.float32(0.5)
+    made: Rows = rows * (1.0 + np.copysign(erf, rows)) * np.float32(0.5)
+    return made

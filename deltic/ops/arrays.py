@@ -7,13 +7,15 @@ at a time, so that bytes are moved as `raw` integers where the types are equal.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
+Flat = TypeVar("Flat")
+"""A flat array, or a tensor of torch's."""
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -56,6 +58,8 @@ def raw(array: Array) -> Array:
     return array.view(f"u{array.itemsize}")
 
 
-def front(flat: Any, *size: int) -> Any:
-    """The front of a flat array, or of a tensor of torch's, as one of this size, over the same memory."""
-    return flat[: math.prod(size)].reshape(size)
+def front(flat: Flat, *size: int) -> Flat:
+    """The front of a flat array as one of this size, over the same memory."""
+    memory: Any = flat
+    shaped: Flat = memory[: math.prod(size)].reshape(size)
+    return shaped

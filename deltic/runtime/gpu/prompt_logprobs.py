@@ -53,8 +53,10 @@ class PromptScorer:
         """
         n, rows, adapters = len(of), torch.tensor(list(of), dtype=torch.int32).to(self._device), None
         if adapter_slot >= 0:
-            groups, of = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([adapter_slot] * n, n))
-            adapters = AdapterRows(groups.to(self._device), of.view(n, -1).to(self._device))
+            groups, group_of = (
+                torch.tensor(words, dtype=torch.int32) for words in adapter_groups([adapter_slot] * n, n)
+            )
+            adapters = AdapterRows(groups.to(self._device), group_of.view(n, -1).to(self._device))
         with self._levers.bound():
             return self._model.logits_of(rows, n_blocks, self._buffers, adapters)
 

@@ -435,8 +435,9 @@ async def _joint(
     found = joint.joint_logits(out.vector, jointly)
     for (name, question), each, logits in zip(asked.questions.items(), jointly, found, strict=True):
         parts = dict(zip(logits, decisions.probabilities([*logits.values()]), strict=True))
-        is_choice = isinstance(question, SystemOneChoice)
-        order = [*question.criteria] if is_choice else [option for option, _ in each.options]  # type: ignore[union-attr]
+        order: list[Any] = [option for option, _ in each.options]
+        if isinstance(question, SystemOneChoice):
+            order = [*question.criteria]
         answers[name] = system_one_answer(question, [parts[option] for option in order])
     counts = DecisionUsage(usage.prompt_tokens, DecisionCached(0), usage.prompt_tokens, 0, usage.told_timing())
     return LargeResponse(_encode(SystemOneResult(service.model_name, answers, counts)))
