@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    area = session.config.getoption("--area")
+    area = None if session.config.option.collectonly else session.config.getoption("--area")
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and area:
         session.exitstatus = pytest.ExitCode.OK  # all of them are long
     if exitstatus == pytest.ExitCode.OK and area and areas.has_changed(area):

@@ -15,6 +15,8 @@ def test_the_pages_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     printed = []
     for program in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        if "path/to/" in program:  # a model that is not here: tests/cpu/test_embedder.py has such
+            continue
         exec(compile(program, PAGE.name, "exec"), names)
         printed.append(capsys.readouterr().out)
     names["llm"].close()

@@ -38,6 +38,7 @@ pytest.importorskip("triton")
 from deltic.models.qwen.gpu_buffers import GpuMemory
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
+from deltic.runtime.gpu.prompt_logprobs import PromptScorer
 from deltic.runtime.gpu.record import Recording, record_all
 from deltic.runtime.gpu.text import GpuTextRunner
 
@@ -495,9 +496,16 @@ def test_prompt_logprobs() -> None:
 
 
 @pytest.mark.long
-def test_branches_behind_a_prompt() -> None:
+def test_branches_behind_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scores have the bits of a prompt of their own, in company, behind what the cache has, and alone."""
     inner, ids = runner("dense"), prompt(15, 70)
+    start = PromptScorer._start
+
+    def placed(scorer: PromptScorer, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, k: int) -> Any:
+        assert not (rows.data_ptr() | targets.data_ptr()) % 16, "another pointer is another kernel"
+        return start(scorer, logits, rows, targets, k)
+
+    monkeypatch.setattr(PromptScorer, "_start", placed)
     branches = [Branch([], [(0, 7), (0, 9)]), Branch(own := prompt(16, 20), [(3, own[3]), (20, 1), (20, 2)])]
 
     def scores(engine: Engine, *requests: Request) -> list[list[tuple[int, float]]]:

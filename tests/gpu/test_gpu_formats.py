@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.blocks import BatchState, Rows
+from deltic.ops.gpu.chip import HOPPER
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
 from deltic.ops.gpu.linear import (
@@ -382,6 +385,7 @@ def test_e4m3_is_rounded_by_blocks(device: str) -> None:
 def test_dummy_weights_are_as_large_as_they_would_be(device: str, name: str) -> None:
     store, block = DeviceStore(device), (np.random.default_rng(0).standard_normal(40_009) * 0.02).astype(bfloat16)
     w = Matrix.empty(24, 512, WEIGHT_FORMATS[name], "rows", 5, store.empty)
+    w.whole.data.fill_(0x5A)  # a codebook is written, too
     store.tile(w.whole, block, 77)
     found = unpack(w.whole)
     assert 0.012 < float(found.std()) < 0.035 and abs(float(found.mean())) < 0.006
@@ -404,7 +408,7 @@ def test_dummies_in_e4m3_are_in_blocks(device: str) -> None:
 
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
 def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
-    monkeypatch.setattr(linear, "_chip", lambda: (sms, shared))
+    monkeypatch.setattr(linear, "chip", lambda: replace(HOPPER, n_sms=sms, shared_bytes=shared))
     for m, k, splits in ((34816, 5120, 1), (5120, 17408, 4), (1024, 3584, 8), (8224, 1024, 1), (72, 96, 1)):
         for name in ("fp8", "Q4_K", "Q6_K", "int4-g128-bfloat16"):
             format = WEIGHT_FORMATS[name]

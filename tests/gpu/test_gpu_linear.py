@@ -18,6 +18,7 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear as linear_module
 from deltic.ops.gpu import norm as norm_module
 from deltic.ops.gpu.blocks import BatchState, Rows
+from deltic.ops.gpu.chip import HOPPER
 from deltic.ops.gpu.fp8 import Wide
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
@@ -298,7 +299,7 @@ def test_splits_follow_the_shape() -> None:
 
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
 def test_configurations_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
-    monkeypatch.setattr(linear_module, "_chip", lambda: (sms, shared))
+    monkeypatch.setattr(linear_module, "chip", lambda: dataclasses.replace(HOPPER, n_sms=sms, shared_bytes=shared))
     for shapes in SHAPES.values():
         for m, k in shapes:
             for splits in {1, k_splits(m, k)}:
@@ -326,7 +327,7 @@ def test_wide_linear(device: str, t: int, m: int, k: int, dtype: torch.dtype) ->
 
 
 def test_wide_config_gives_every_sm_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_chip", lambda: (132, 227 * 1024))
+    monkeypatch.setattr(linear_module, "chip", lambda: dataclasses.replace(HOPPER, n_sms=132, shared_bytes=227 * 1024))
     assert wide_config(8192, 8224) == Wide(128, 256, 8, 3)
     assert wide_config(64, 1024) == Wide(64, 64, 4, 5)
     assert vendor_pays(8192, 1024) and not vendor_pays(1024, 1024) and not vendor_pays(512, 34816)

@@ -214,7 +214,10 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     if format.codes == "e4m3":
         codes -= codes & 0x7F == 0x7F  # NaN
     middle, wide = 1 << (int(format.bits) - 1), {"int8": 74, "e4m3": 110}
-    size = np.std(TABLES[format.codes]) if format.codes in TABLES else 2**format.bits / 12**0.5
+    size = 2**format.bits / 12**0.5
+    if format.codes in TABLES:
+        table = np.array(TABLES[format.codes])
+        size = np.sqrt(np.square(table[book_of(format.codes)] if format.codes in CODEBOOKS else table).mean())
     step = float(values.astype(np.float32).std()) / wide.get(format.codes, float(size))
     kind, _, with_ = format.scales.partition(".")
     scale: float = {"k": 32, "e8m0": 128 + round(np.log2(step)), "e4m3": 0x38}.get(kind, step)
@@ -255,6 +258,7 @@ def _repeat(segment: Segment, drawn: Segment, at: int) -> None:
     if segment.format.codes == "e4m3":
         at -= at % BLOCK_ROWS
     source = _of_rows(drawn)
+    _put_book(segment)
     for i in range(segment.n_matrices):
         target, begin = _of_rows(segment.one(i)), 0
         while begin < segment.n:

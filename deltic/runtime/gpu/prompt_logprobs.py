@@ -41,7 +41,8 @@ class PromptScorer:
             row_of = {offset: row for row, offset in enumerate(offsets[at : at + most])}
             part = [(row_of[offset], id) for offset, id in scored if offset in row_of]
             logits = self.logits([first + offset for offset in row_of], n_blocks, sequence.adapter_slot)
-            rows, targets = torch.tensor(part, dtype=torch.int32).T.contiguous().to(self._device)
+            # Each has memory of its own: kernels are compiled for pointers that 16 divides.
+            rows, targets = (torch.tensor(each, dtype=torch.int32).to(self._device) for each in zip(*part, strict=True))
             found = self._start(logits, rows, targets, k)
             for (_, token), value, ids, values in zip(part, *(tensor.tolist() for tensor in found), strict=True):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
