@@ -25,18 +25,14 @@ from deltic.config import BUILT_IN, ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import DEMO, model_directory, model_name, resolve_model, speaks
-from deltic.models.fields import CheckpointError, UnsupportedModelError
-from deltic.models.loading import COUNTED
+from deltic.models.fields import CheckpointError
+from deltic.models.loading import COUNTED, PACKED
 from deltic.runtime.build import build_runner, settle
 from deltic.runtime.cpu.device import Cpu
-from deltic.text import TokenizerError
 from deltic.verify import bits, layers, servers, texts
 from deltic.verify.files import Files, check_configuration, check_hashes, check_index
-from deltic.verify.page import Check, Page, Tell
+from deltic.verify.page import Check, Page, Tell, error_text
 from deltic.verify.values import check_against, check_numbers
-
-REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError, OSError)
-"""Errors of files that are not as they should be."""
 
 MOST_TOKENS, LAYER_TOKENS = 512, 48
 """Tokens of a text that are run, and those that go through every layer of transformers."""
@@ -55,16 +51,24 @@ def verify(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """
     if config.dummy is not None:
         raise ConfigError("--dummy has no files to verify. Give a MODEL.")
+    if config.max_model_len is not None and config.max_model_len < LAYER_TOKENS + bits.N_TIMED:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: give {LAYER_TOKENS + bits.N_TIMED} or more, or leave it out"
+        )
     urls = [each for each in arguments.against if "://" in each]
     others = [each for each in arguments.against if "://" not in each]
     if len(urls) > 1 or len(others) > 1:
         raise ConfigError("--against takes a server's URL and a checkpoint, one each. Verify the rest in another run.")
     path = DEMO if config.model == BUILT_IN else model_directory(config)
-    files = Files(path, model_name(config))
+    files = Files(path.absolute(), model_name(config))
     other = None
     if others:
         there = resolve_model(others[0], download_dir=config.download_dir)
-        other = Files(there, model_name(EngineConfig(model=others[0])))
+        other = Files(there.absolute(), model_name(EngineConfig(model=others[0])))
+        if (other.path / PACKED).exists():
+            raise ConfigError(
+                f"--against {others[0]}: packed weights are not compared. Give what they were packed from."
+            )
     page = Page(
         _head(files, config),
         secrets=(arguments.api_key or "", os.environ.get("HF_TOKEN", "")),
@@ -143,25 +147,28 @@ class Verification:
     def run(self, tell: Tell) -> None:
         """Fills the page."""
         page, files, other = self.page, self.files, self.other
-        with page.check("files", *REFUSALS) as check:
+        with page.check("files") as check:
             check_hashes(files, check, tell)
-        if speaks(self.config):
-            with page.check("tensors", *REFUSALS, ConfigError) as check:
+        is_packed = (files.path / PACKED).exists()
+        if is_packed or speaks(self.config):
+            with page.check("tensors") as check:
                 settle(self.config, Cpu()).check_files(COUNTED)
                 check.note("names, shapes and types are those of the configuration")
             with page.check("the rest") as check:
-                check.skip("of a speech model no more than its files is checked")
+                advice = ". Verify the checkpoint that they were packed from." if is_packed else ""
+                what = "packed weights" if is_packed else "a speech model"
+                check.skip(f"of {what} no more than the files is checked{advice}")
             return
-        with page.check("tensors", *REFUSALS) as tensors:
+        with page.check("tensors") as tensors:
             check_index(files, tensors)
-        with page.check("configuration", *REFUSALS) as check:
+        with page.check("configuration") as check:
             check_configuration(files, other, check)
         is_whole = tensors.verdict != "wrong"
         if is_whole:
-            with page.check("values", *REFUSALS) as check:
+            with page.check("values") as check:
                 check_numbers(files, check, tell)
             if other is not None:
-                with page.check(f"values beside {other.name}", *REFUSALS) as check:
+                with page.check(f"values beside {other.name}") as check:
                     check_against(files, other, check, tell)
         wording = self._wording(tell)
         if is_whole and wording is not None:
@@ -176,12 +183,12 @@ class Verification:
         read.
         """
         page, answers = self.page, None
-        with page.check("tokenizer", *REFUSALS) as tokenizer:
+        with page.check("tokenizer") as tokenizer:
             wording = texts.Wording.of(self.files.path)
+            short = {name: ids[:LAYER_TOKENS] for name, ids in wording.ids.items()}
         if tokenizer.verdict == "wrong":
             return None
         if self.url is not None:
-            short = {name: ids[:LAYER_TOKENS] for name, ids in wording.ids.items()}
             with page.check("server") as check:
                 try:
                     answers = servers.ask(self.url, self.arguments.api_key, self.arguments.cacert, short, tell)
@@ -190,18 +197,19 @@ class Verification:
                         check.note(refused)
                 except EndpointError as error:
                     check.look(f"nothing was compared with it: {error}")
-        with page.check("chat template", *REFUSALS) as template:
+        with page.check("chat template") as template:
             if wording.template is None:
                 template.skip("the model has none")
-            template.note(f"{len(wording.prompts)} of {len(texts.CHATS)} chats are taken")
+            else:
+                n, most = len(wording.prompts), len(texts.CHATS)
+                (template.note if n == most else template.look)(f"{n} of {most} chats are taken")
         tell("reading texts and chats", 0.0)
+        before = [(check, len(check.said)) for check in (tokenizer, template)]
         if _has_transformers():
             with _caught(tokenizer, "transformers cannot read this"):
                 ids, prompts = texts.published_wording(wording)
                 texts.check_ids(wording, ids, "transformers", tokenizer)
                 texts.check_prompts(wording, prompts, "transformers", template)
-        else:
-            tokenizer.note(ADVICE)
         if self.other is not None:
             with _caught(tokenizer, f"{self.other.name} cannot be read"):
                 others = texts.Wording.of(self.other.path)
@@ -213,6 +221,10 @@ class Verification:
         if answers is not None:
             texts.check_ids(wording, answers.ids, answers.kind, tokenizer)
             texts.check_prompts(wording, answers.prompts, answers.kind, template)
+        for check, n_said in before:
+            if len(check.said) == n_said and check.verdict == "ok":
+                why = "transformers reads the same here" if _has_transformers() else ADVICE
+                check.skip(f"nothing was compared: {why}, or give --against")
         return wording, answers
 
     def _run(self, wording: texts.Wording, answers: servers.Answers | None, tell: Tell) -> None:
@@ -223,49 +235,64 @@ class Verification:
             name: getattr(self.config, name) or min(value, longest) for name, value in SETTINGS.items()
         }
         config = dataclasses.replace(self.config, **given)
-        with page.check("loading", *REFUSALS, ConfigError) as check:
+        with page.check("loading") as check:
             runner: Any = build_runner(config, tell)
             if runner.info.no_pictures:
                 check.look(runner.info.no_pictures)
             for notice in runner.info.notices:
                 check.note(notice)
             check.note(f"{runner.info.device}, {runner.info.precision}, {runner.info.kernels} kernels")
+            engine = Engine(runner)
         if check.verdict == "wrong":
             return
         short = {name: ids[:LAYER_TOKENS] for name, ids in wording.ids.items()}
         theirs = self._layers(runner, short, tell)
-        engine = Engine(runner)
-        prompts = {name: ids[:MOST_TOKENS] for name, ids in wording.ids.items()}
+        if runner.info.embedder is not None:
+            with page.check("the rest") as check:
+                check.skip("an embedder draws no tokens")
+            engine.close(0.0)
+            return
+        most = min(MOST_TOKENS, runner.info.max_model_len - bits.N_TIMED)
+        prompts = {name: ids[:most] for name, ids in wording.ids.items()}
         told: dict[str, bits.Told] = {}
-        with page.check("bits", RuntimeError) as check:
+        with page.check("bits") as check:
             told |= bits.check_bits(engine, prompts, check, tell)
         with page.check("log-probabilities") as check:
             mine = {name: each.prompt[: LAYER_TOKENS - 1] for name, each in told.items()}
             if theirs and mine:
                 bits.check_logprobs(mine, theirs, "transformers", check)
-            if answers is not None and mine:
+            if answers is not None and answers.logprobs and mine:
                 bits.check_logprobs(mine, answers.logprobs, answers.kind, check)
-            if not theirs and answers is None:
-                check.skip(f"{ADVICE}, or give --against URL of a server")
+            if not check.said:
+                check.skip(self._none_compared(bool(mine)))
         with page.check("speed") as check, _caught(check, "nothing was timed"):
             longest_text = max(prompts.values(), key=len)
             bits.check_speed(engine, longest_text, decode_roof(runner.plan, runner.info.on_gpu), check, tell)
         engine.close(0.0)
 
+    def _none_compared(self, are_known: bool) -> str:
+        """Says why no log-probabilities were compared. are_known: those of Deltic."""
+        if not are_known:
+            return "Deltic told none, as is said under bits"
+        why = "transformers told none, as is said under layers" if _has_transformers() else ADVICE
+        return f"{why}; {'give --against URL of a server' if self.url is None else 'the server told none, as is said there'}"
+
     def _layers(self, runner: Any, short: dict[str, list[int]], tell: Tell) -> dict[str, Any]:
         """Log-probabilities of texts by transformers, whose layers are compared; {} where it cannot run."""
         files = self.files
-        with self.page.check("layers", *REFUSALS) as check:
+        with self.page.check("layers") as check:
             if not _has_transformers():
                 check.skip(ADVICE)
             elif (needed := 2 * layers.layer_bytes(files)) > (free := free_memory_bytes()):
                 check.skip(f"a layer in float32 takes {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free")
             else:
                 ours = {}
-                if runner.plan.n_shards == 1:
+                if len(runner.plan.cuts) <= 1:
                     ours = {name: layers.residuals(runner, ids) for name, ids in short.items()}
                 else:
-                    check.note("layers of a model that is cut are not looked into: leave --tensor-parallel out")
+                    check.skip(
+                        "layers of a model in parts are not compared: leave --tensor-parallel and --tp-invariant out"
+                    )
                 with _caught(check, "transformers cannot run this"):
                     return layers.check_layers(files, short, ours, runner.plan, check, tell)
         return {}
@@ -277,10 +304,10 @@ def _has_transformers() -> bool:
 
 @contextmanager
 def _caught(check: Check, what: str) -> Iterator[None]:
-    """Makes a finding of what the block raises, but for errors of the files. what: words before it."""
+    """Makes a finding of what the block raises: wrong are errors of the files. what: words before others."""
     try:
         yield
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        check.wrong(str(error))
     except Exception as error:
-        check.look(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        check.look(f"{what}: {error_text(error)}")

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, SamplingParams, TokenLogprob
+from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.verify.page import Check, Tell
 
 N_DRAWN = 16
@@ -47,17 +47,23 @@ def run(engine: Engine, prompts: Mapping[str, Sequence[int]], *, cached: bool = 
     for name, ids in prompts.items():
         engine.add(Request(id=name, prompt_ids=[*ids], params=asked, use_cache=cached))
     told = {name: Told() for name in prompts}
+    for output in _outputs(engine):
+        each = told[output.id]
+        each.ids += output.token_ids
+        each.logprobs += output.logprobs or []
+        each.n_cached = max(each.n_cached, output.cached_tokens)
+        if output.prompt_logprobs is not None:
+            each.prompt = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+    return told
+
+
+def _outputs(engine: Engine) -> Iterator[Output]:
+    """Runs the engine while it has work. Raises RuntimeError where a request fails."""
     while engine.has_work():
         for output in engine.step():
             if output.error is not None:
                 raise RuntimeError(f"the request for {output.id} failed: {output.error}")
-            each = told[output.id]
-            each.ids += output.token_ids
-            each.logprobs += output.logprobs or []
-            each.n_cached = max(each.n_cached, output.cached_tokens)
-            if output.prompt_logprobs is not None:
-                each.prompt = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
-    return told
+            yield output
 
 
 def check_bits(engine: Engine, prompts: Mapping[str, Sequence[int]], check: Check, tell: Tell) -> dict[str, Told]:
@@ -81,11 +87,12 @@ def check_bits(engine: Engine, prompts: Mapping[str, Sequence[int]], check: Chec
     engine.reset_cache()
     if check.verdict == "ok":
         n = sum(len(each.ids) + len(each.prompt) for each in alone.values())
-        check.note(f"{len(prompts)} texts, {n} log-probabilities: the same bits alone and together")
-        hit = f"with {n_cached} of {sum(map(len, prompts.values()))} tokens from the prefix cache"
-        check.note(
-            f"the same bits {hit}" if n_cached else "the prefix cache was not tried: no text is as long as a page"
-        )
+        info = engine.runner.info
+        how = "alone and together" if info.max_num_seqs > 1 else "each time; --max-num-seqs is 1: nothing ran together"
+        check.note(f"{len(prompts)} texts, {n} log-probabilities: the same bits {how}")
+        why = "no text is as long as a page" if info.prefix_cache else "it is off"
+        hit = f"the same bits with {n_cached} of {sum(map(len, prompts.values()))} tokens from the prefix cache"
+        check.note(hit if n_cached else f"the prefix cache was not tried: {why}")
     return alone
 
 
@@ -142,12 +149,9 @@ def check_speed(engine: Engine, ids: Sequence[int], roof: float, check: Check, t
     rates = []
     for nth in range(3):
         engine.add(Request(id=f"timed {nth}", prompt_ids=[*ids], params=asked, use_cache=False))
-        times = []
-        while engine.has_work():
-            begin = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - begin)
-        rates.append((N_TIMED - 1) / sum(times[1 - N_TIMED :]))
+        # With drafts an output has several tokens.
+        at = [(time.perf_counter(), len(output.token_ids)) for output in _outputs(engine)]
+        rates.append(sum(n for _, n in at[1:]) / (at[-1][0] - at[0][0]))
     best = max(rates)
     check.figures = {"decode": rates, "roof": roof}
     check.note(

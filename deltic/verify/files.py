@@ -10,11 +10,12 @@ from functools import cached_property
 from pathlib import Path
 
 from deltic.models.checkpoint import ALL_FILES
+from deltic.models.embedder import embedder_in
 from deltic.models.gguf import is_gguf, open_gguf, tower_beside
 from deltic.models.hub import digest, published_hash
 from deltic.models.loading import COUNTED, INDEX, Declaration, Planned, open_tensors, read_headers
 from deltic.models.qwen.shape import HOW_IT_RUNS, PUBLISHED, ModelShape
-from deltic.models.qwen.weights import check_weights, declare_weights, unused_parts
+from deltic.models.qwen.weights import check_weights, declare_weights, has_head, unused_parts
 from deltic.models.stored import StoredTensor, formats_of
 from deltic.verify.page import Check, Tell
 
@@ -53,12 +54,22 @@ class Files:
 
     @cached_property
     def plan(self) -> list[Planned]:
-        """Parts of the weights, and the tensors that each is made of. Raises CheckpointError."""
+        """Parts of the weights, the embedding first, and the tensors that each is made of. Raises
+        CheckpointError, UnsupportedModelError.
+        """
         shape = dataclasses.replace(self.shape, formats=formats_of(self.tensors))
+        if embedder_in(self.path) is not None and not has_head(self.path):
+            # Nothing is drawn from what it gives.
+            shape = dataclasses.replace(shape, tie_word_embeddings=True)
         tensors, tied, prefix, _ = check_weights(self.path, shape, None)
         declared = Declaration(None, COUNTED, shape.formats)
         declare_weights(declared, shape, tied, prefix, tensors)
         return declared.plan
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the names of the language model's tensors. Raises what `plan` does."""
+        return self.plan[0].stored[0].name.removesuffix("embed_tokens.weight")
 
     def all(self) -> list[Path]:
         """Every file of the model, by its name."""

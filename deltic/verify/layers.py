@@ -122,10 +122,7 @@ class PublishedLayers:
         self.config = config.get_text_config()
         self.files = files
         self._change = ungrouped(files.shape)
-        names = [*files.tensors]
-        self._prefix = (
-            "model.language_model." if any(n.startswith("model.language_model.") for n in names) else "model."
-        )
+        self._prefix = files.prefix
 
     def embedded(self, ids: Sequence[int]) -> Any:
         """float32 [T, H]: rows of the embedding."""

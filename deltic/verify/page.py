@@ -4,6 +4,7 @@ person whose machine it is.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from deltic.config import ConfigError
 from deltic.json_types import JsonObject
+from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.text import TokenizerError
+
+REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError, ConfigError, OSError)
+"""Errors of files, or of settings, that are not as they should be."""
 
 Verdict = Literal["skipped", "ok", "look", "wrong"]
 """look: nothing is known to be wrong, and somebody should see it."""
@@ -73,14 +80,16 @@ class Page:
     """Names that the page has for directories and files."""
 
     @contextmanager
-    def check(self, name: str, *errors: type[Exception]) -> Iterator[Check]:
-        """Adds a check. An error of these classes that the block raises is what the check found wrong."""
+    def check(self, name: str) -> Iterator[Check]:
+        """Adds a check. What the block raises is what the check found wrong: the page is never lost."""
         check = Check(name)
         self.checks.append(check)
         try:
             yield check
-        except errors as error:
+        except REFUSALS as error:
             check.wrong(str(error))
+        except Exception as error:
+            check.wrong(f"this check failed: {error_text(error)}")
 
     @property
     def verdict(self) -> Verdict:
@@ -115,15 +124,23 @@ class Page:
             return self._private(value)
         if isinstance(value, Mapping):
             return {self._private(str(name)): self._private_value(inner) for name, inner in value.items()}
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)  # JSON has no such number
         return [*map(self._private_value, value)] if isinstance(value, list | tuple) else value
 
     def _private(self, text: str) -> str:
-        """The text without keys, and with names in place of directories."""
+        """The text without keys and addresses, and with names in place of directories."""
         for secret in filter(None, self.secrets):
             text = text.replace(secret, "(a key)")
-        text = re.sub(r"(?<=//)[^/@\s]+@", "", text)  # of a URL
         for place, name in sorted(self.places.items(), key=lambda item: -len(item[0])):
             text = text.replace(place, name)
+        text = re.sub(r"(?<=//)[^/@\s]+@", "", text)  # of a URL
+        text = re.sub(r"\('[\w.:%]+', \d+(, \d+)*\)", "(an address)", text)  # as asyncio writes it
         for home in {str(Path.home()), os.path.realpath(Path.home())} - {"/"}:
             text = text.replace(home, "~")
         return text
+
+
+def error_text(error: Exception) -> str:
+    """The class of an error, and the beginning of what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -10,7 +10,7 @@ makes sure that it is drawn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,10 +42,25 @@ class Answers:
     refused: list[str] = field(default_factory=list)
     """Questions that it does not answer, with its words."""
 
+    async def take(self, told: dict[str, T], name: str, asked: Awaitable[T], what: str) -> None:
+        """Keeps an answer among those told, or its refusal. what: what was asked for, in words."""
+        try:
+            told[name] = await asked
+        except EndpointError as error:
+            self.refused.append(f"it does not tell {what} of {name!r}: {error}")
+
 
 def ask(url: str, key: str | None, cacert: str | None, texts: Mapping[str, Sequence[int]], tell: Tell) -> Answers:
     """Asks a server everything. texts: ids by their names. Raises EndpointError, ConfigError."""
-    return asyncio.run(_ask(Endpoint(url, key, cacert), texts, tell))
+
+    async def asking() -> Answers:
+        endpoint = Endpoint(url, key, cacert)
+        try:
+            return await _ask(endpoint, texts, tell)
+        finally:
+            endpoint.close()
+
+    return asyncio.run(asking())
 
 
 async def _ask(endpoint: Endpoint, texts: Mapping[str, Sequence[int]], tell: Tell) -> Answers:
@@ -63,19 +78,12 @@ async def _ask(endpoint: Endpoint, texts: Mapping[str, Sequence[int]], tell: Tel
     answers = Answers(KINDS[kind], model)
     server = _Server(endpoint, kind, model)
     for name, text in TEXTS.items():
-        try:
-            answers.ids[name] = await server.ids(text)
-        except EndpointError as error:
-            answers.refused.append(f"it does not tell the ids of {name}: {error}")
+        await answers.take(answers.ids, name, server.ids(text), "the ids")
     for chat in CHATS:
-        try:
-            answers.prompts[chat["name"]] = await server.prompt(chat)
-        except EndpointError as error:
-            answers.refused.append(f"it does not render {chat['name']!r}: {error}")
+        await answers.take(answers.prompts, chat["name"], server.prompt(chat), "the rendering")
     for nth, (name, ids) in enumerate(texts.items()):
         tell(f"asking {KINDS[kind]} for {name}", nth / len(texts))
-        answers.logprobs[name] = await server.logprobs(list(ids))
-    endpoint.close()
+        await answers.take(answers.logprobs, name, server.logprobs(list(ids)), "the log-probabilities")
     return answers
 
 

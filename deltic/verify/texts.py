@@ -92,7 +92,10 @@ def check_ids(wording: Wording, theirs: Mapping[str, Sequence[int]], whose: str,
         mine = wording.ids[name]
         if mine != list(ids):
             n_wrong += 1
-            at = next((i for i, pair in enumerate(zip(mine, ids, strict=False)) if pair[0] != pair[1]), len(mine))
+            at = next(
+                (i for i, pair in enumerate(zip(mine, ids, strict=False)) if pair[0] != pair[1]),
+                min(len(mine), len(ids)),
+            )
             check.wrong(
                 f"{name}: token {at} is {_token(wording, mine, at)} here, and {_token(wording, ids, at)} by {whose}"
             )

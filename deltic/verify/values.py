@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltic.models.gguf import tower_beside
 from deltic.models.gguf_blocks import decoded
 from deltic.models.gguf_tensors import Rows
 from deltic.models.loading import Planned
@@ -60,12 +61,13 @@ def _n_rows(tensor: StoredTensor) -> int:
 def check_numbers(files: Files, check: Check, tell: Tell) -> None:
     """Reads every tensor: all values are finite, and none is unlike its like in the other layers."""
     alike = defaultdict[str, dict[str, float]](dict)
-    total, done = sum(math.prod(tensor.shape) for tensor in files.tensors.values()) or 1, 0
+    total, done, n_read = sum(math.prod(tensor.shape) for tensor in files.tensors.values()) or 1, 0, 0
     for name, tensor in files.tensors.items():
         tell("reading tensors", done / total)
         done += math.prod(tensor.shape)
         if tensor.format is None and tensor.dtype not in PLAIN:
             continue  # of a part that is not run
+        n_read += 1
         squares, n_rows, k = 0.0, _n_rows(tensor), tensor.shape[-1]
         step = max(1, BLOCK_WEIGHTS // k)
         for begin in range(0, n_rows, step):
@@ -81,9 +83,13 @@ def check_numbers(files: Files, check: Check, tell: Tell) -> None:
             if not middle / UNLIKE <= size <= middle * UNLIKE:
                 times = size / middle if middle else math.inf
                 check.look(f"{name}: its values are {times:.3g} times those of the same tensor in other layers")
-    check.note(f"{len(files.tensors)} tensors were read")
+    check.note(f"{n_read} tensors were read")
+    if n_left := len(files.tensors) - n_read:
+        check.note(f"{n_left} tensors of types that are not run were not read")
     if files.is_gguf:
         _check_blocks(files, check)
+        if tower_beside(files.path):
+            check.note("the vision tower is another file, which was hashed; its values were not read")
 
 
 def _check_blocks(files: Files, check: Check) -> None:
@@ -93,7 +99,7 @@ def _check_blocks(files: Files, check: Check) -> None:
         return
     import gguf
 
-    n = 0
+    n, unread = 0, set[str]()
     for tensor in {id(each.tensor): each for each in files.tensors.values() if isinstance(each, Rows)}.values():
         own = tensor.tensor
         if tensor.format is None:
@@ -101,12 +107,15 @@ def _check_blocks(files: Files, check: Check) -> None:
         n_bytes = (own.end - own.begin) // (math.prod(own.shape) // own.shape[-1])
         raw = tensor.files.read(Header(own.file, (1, n_bytes), "U8", own.begin, own.begin + n_bytes))
         try:
-            theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[own.type])
-        except NotImplementedError:
+            theirs = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, own.type))
+        except (AttributeError, NotImplementedError):
+            unread.add(own.type)
             continue
         n += 1
         if not np.array_equal(decoded(own.type, raw, own.where).values(), theirs):
             check.wrong(f"{own.name}: {own.type} is read as other values than by the gguf package")
+    if unread:
+        check.note(f"the gguf package does not read {', '.join(sorted(unread))}")
     if check.verdict != "wrong":
         check.note(f"a row of each of {n} quantised tensors is what the gguf package makes of it")
 
@@ -184,7 +193,8 @@ def check_against(files: Files, other: Files, check: Check, tell: Tell) -> None:
         done += _n_weights(mine)
         for (name, their_name), rows, others in _pairs(files, other, mine, theirs):
             tensors = files.tensors[name], other.tensors[their_name]
-            compared.setdefault(name, Compared(*tensors)).add(rows, others)
+            as_head = " as the head" if their_name == "lm_head.weight" != name else ""
+            compared.setdefault(f"{name}{as_head}", Compared(*tensors)).add(rows, others)
     for name in sorted(files.tensors.keys() - {one.name for part in files.plan for one in part.stored}):
         beside = other.tensors.get(name)  # of a part that is not run, as the draft head
         if beside is not None and beside.shape == files.tensors[name].shape:
@@ -211,9 +221,10 @@ def _add_unused(compared: dict[str, Compared], name: str, mine: StoredTensor, th
 
 
 def _alike(files: Files, other: Files) -> list[Planned]:
-    """The parts of a model, without a head where the other's is its embedding."""
-    has_head = any(part.stored[0].name == "lm_head.weight" for part in other.plan)
-    return [part for part in files.plan if has_head or part.stored[0].name != "lm_head.weight"]
+    """The parts of a model. Where only the other has a head of its own, the embedding stands for one."""
+    mine, theirs = (any(part.stored[0].name == "lm_head.weight" for part in of.plan) for of in (files, other))
+    embed, norm, *layers = files.plan
+    return [embed, norm, embed, *layers] if theirs and not mine else files.plan
 
 
 def _sizes(part: Planned) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -34,7 +36,7 @@ from deltic.verify.texts import TEXTS, Wording, check_ids, check_prompts, check_
 from deltic.verify.values import check_against, check_numbers
 from tests.cpu.grid import grid
 from tests.fake_hub import hub_with
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, tiny_embedder
 from tests.tiny_gguf import tiny_gguf, write_gguf
 from tests.tiny_quantised import RECIPES, tiny_quantised
 from tests.tiny_speech import tiny_speech
@@ -53,7 +55,7 @@ def tell(stage: str, done: float) -> None:
 def judged(look: Callable[[Check], object]) -> Check:
     """What a check found, or an error that the command makes a finding of."""
     page = Page({})
-    with page.check("one", *verify.REFUSALS) as check:
+    with page.check("one") as check:
         look(check)
     return check
 
@@ -181,11 +183,30 @@ def test_blocks_are_held_to_the_gguf_package_where_it_reads_them(
 ) -> None:
     files = Files(tiny_gguf("dense", type), "file")
     said = f"a row of each of {n} quantised tensors is what the gguf package makes of it"
-    assert said in judged(lambda check: check_numbers(files, check, tell)).said
+    numbers = judged(lambda check: check_numbers(files, check, tell)).said
+    assert said in numbers and (f"the gguf package does not read {type}" in numbers) == (not n)
     dequantize = gguf.quants.dequantize
     monkeypatch.setattr(gguf.quants, "dequantize", lambda raw, kind: dequantize(raw, kind) + 1)
     found = judged(lambda check: check_numbers(files, check, tell))
     assert (f"blk.0.ffn_up.weight: {type} is read as other values" in "".join(found.said)) == bool(n)
+
+
+def test_a_head_is_held_to_the_embedding_that_the_other_has_for_it(tmp_path: Path) -> None:
+    tied = tiny_checkpoint("dense", tied=True)
+
+    def change(tensors: Tensors) -> None:
+        (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+        tensors["lm_head.weight"] = tensors[name].clone()
+
+    def spoil(tensors: Tensors) -> None:
+        tensors["lm_head.weight"][7, 3] += 1
+
+    same = spoilt(tied, tmp_path / "same", change)
+    assert beside(same, tied).verdict == beside(Files(tied, "tied"), same.path).verdict == "ok"
+    other = spoilt(same.path, tmp_path / "other", spoil)
+    assert beside(other, tied).said[0].startswith("lm_head.weight: 1 of ")
+    found = beside(Files(tied, "tied"), other.path)
+    assert found.verdict == "wrong" and found.said[0].partition(":")[0].endswith("embed_tokens.weight as the head")
 
 
 # Errors in files.
@@ -305,6 +326,10 @@ def test_another_merge_is_named(demo: Path, tmp_path: Path) -> None:
     assert rules.verdict == "wrong" and rules.said[0].startswith("merge 1 is ")
     ids = judged(lambda check: check_ids(spoilt, good.ids, "good", check))
     assert ids.verdict == "wrong" and ": token " in ids.said[0] and ids.said[0].endswith(" by good")
+    shorter = {"english": good.ids["english"][:-1]}
+    said = judged(lambda check: check_ids(good, shorter, "vLLM", check)).said[0]
+    assert said.startswith(f"english: token {len(shorter['english'])} is ") and said.endswith(", and none by vLLM")
+    assert " is none here" not in said
     for look in (lambda c: check_rules(good, good, "good", c), lambda c: check_ids(good, good.ids, "good", c)):
         assert judged(look).verdict == "ok"
 
@@ -390,6 +415,21 @@ def test_a_layer_that_is_wrong_is_named(kind: str, format: str) -> None:
 
 
 @needs_transformers
+def test_a_model_in_parts_has_its_log_probabilities_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tiny_checkpoint("dense"), "model")
+    plan = replace(runner_of(files.path).plan, cuts=(None, None), n_gpus=2)
+    page, texts = Page({}), {"english": Wording.of(files.path).ids["english"][:8]}
+    of = verify.Verification(page, files, None, None, argparse.Namespace(), EngineConfig())
+    theirs = of._layers(SimpleNamespace(plan=plan), texts, tell)
+    assert len(theirs["english"]) == 7 and page.checks[0].verdict == "skipped"
+    assert "leave --tensor-parallel and --tp-invariant out" in page.checks[0].said[0]
+    assert of._none_compared(False) == "Deltic told none, as is said under bits"
+    of.url = "http://127.0.0.1:1"
+    told = "transformers told none, as is said under layers; the server told none, as is said there"
+    assert of._none_compared(True) == told
+
+
+@needs_transformers
 def test_the_page_of_a_sound_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,8 +446,23 @@ def test_the_page_of_a_sound_model(
     page = json.loads((tmp_path / "out" / "verify-tiny.json").read_text())
     verdicts = {check["name"]: check["verdict"] for check in page["checks"]}
     skipped = {name for name, verdict in verdicts.items() if verdict == "skipped"}
-    assert skipped == {"configuration", "layers", "log-probabilities"} and "wrong" not in verdicts.values()
-    assert len(page["checks"][0]["figures"]["hashes"]) == 6
+    assert skipped == {"configuration", "tokenizer", "chat template", "layers", "log-probabilities"}
+    said = {check["name"]: check["said"] for check in page["checks"]}
+    advice = "pip install transformers torch, to compare with the published implementation"
+    assert (
+        said["tokenizer"][-1].startswith("nothing was compared: ")
+        and said["chat template"][0] == "5 of 5 chats are taken"
+    )
+    assert said["log-probabilities"][0].endswith(f"{advice}; give --against URL of a server")
+    assert "wrong" not in verdicts.values() and len(page["checks"][0]["figures"]["hashes"]) == 6
+
+    monkeypatch.chdir(files.path)  # a short text fits, without a cache and with nobody beside it
+    few = ["--max-model-len", "112", "--max-num-seqs", "1", "--no-prefix-cache"]
+    assert main(["verify", ".", *arguments[2:6], *few]) == 0
+    printed = capsys.readouterr()
+    assert "- model: tiny, safetensors" in printed.out and "model.safetensors.index.json" not in printed.out
+    assert "the same bits each time; --max-num-seqs is 1: nothing ran together" in printed.out
+    assert "the prefix cache was not tried: it is off" in printed.out and "- deltic: 0." in printed.out
 
     spoilt(
         files.path,
@@ -447,16 +502,47 @@ def test_of_a_speech_model_the_files_are_checked(tmp_path: Path, capsys: pytest.
     assert f"tensor '{name}' is missing" in capsys.readouterr().out
 
 
+def test_of_packed_weights_the_files_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "packed")
+    assert main(["pack", str(tiny_checkpoint("dense")), "--out", path]) == 0
+    assert main(["verify", path, "--device", "cpu"]) == 0
+    assert "of packed weights no more than the files is checked" in capsys.readouterr().out
+    assert main(["verify", str(tiny_checkpoint("dense")), "--against", path]) == 2
+
+
+@needs_transformers
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_an_embedder_is_sound(is_bare: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_embedder(is_bare=is_bare)
+    code = main(["verify", str(path), "--device", "cpu", "--threads", "1"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "an embedder draws no tokens" in printed and "4 layers add what transformers' add" in printed
+
+
 def test_keys_and_homes_are_not_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    page = Page({"model": "/home/somebody/models/x"}, secrets=("sk-1",), places={"/data/y": "y"})
-    with page.check("one", CheckpointError) as check:
+    places = {"/data/y": "y", "http://me:word@10.0.0.5:80": "the server"}
+    page = Page({"model": "/home/somebody/models/x"}, secrets=("sk-1",), places=places)
+    with page.check("one") as check:
         check.note("key sk-1 at https://me:word@host/v1, /home/somebody/z and /data/y/config.json")
-    with page.check("two", CheckpointError):
+        check.note("http://me:word@10.0.0.5:80: cannot connect (Connect call failed ('10.0.0.5', 80))")
+        check.figures = {"far": float("nan"), "farther": [float("inf"), 1.5]}
+    with page.check("two"):
         raise CheckpointError("/data/y/model.safetensors: cut short")
     text = page.text()
     assert "key (a key) at https://host/v1, ~/z and y/config.json" in text and "- model: ~/models/x" in text
-    assert "## two: wrong" in text and page.json()["verdict"] == "wrong"
+    assert "- the server: cannot connect (Connect call failed (an address))" in text
+    assert "## two: wrong\n\n- y/model.safetensors: cut short" in text and page.json()["verdict"] == "wrong"
+    written: Any = json.loads(json.dumps(page.json(), allow_nan=False))
+    assert written["checks"][0]["figures"] == {"far": "nan", "farther": ["inf", 1.5]}
+
+
+def test_a_check_that_fails_leaves_the_page() -> None:
+    assert judged(lambda check: {}["none"]).said == ["this check failed: KeyError: 'none'"]
+    with verify._caught(check := Check("one"), "not read"):
+        raise CheckpointError("cut short")
+    assert check.verdict == "wrong" and check.said == ["cut short"]
 
 
 @pytest.mark.parametrize(
@@ -464,6 +550,7 @@ def test_keys_and_homes_are_not_on_the_page(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--against", "a/b", "--against", "c/d"], "--against takes a server's URL and a checkpoint, one each"),
         (["--against", "no such place"], "no such directory or file"),
+        (["--max-model-len", "100"], "--max-model-len 100: give 112 or more"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deltic.commands.endpoint import EndpointError
+from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.verify import servers
-from deltic.verify.bits import check_logprobs
+from deltic.verify.bits import N_TIMED, check_logprobs, check_speed
 from deltic.verify.page import Check
 from deltic.verify.servers import ask
 from deltic.verify.texts import CHATS, TEXTS
@@ -37,8 +38,8 @@ class StandIn:
 
     kind: str
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    spoilt: bool = False
-    """The answers with log-probabilities have another form."""
+    spoilt: tuple[int, ...] = ()
+    """Answers with log-probabilities of prompts that begin with these have another form."""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.bodies.append((path, body))
@@ -54,7 +55,7 @@ class StandIn:
             return 200, {"tokens": list(written(body).encode())}
         if path == "/apply-template" and is_llama:
             return 200, {"prompt": written(body)}
-        if self.spoilt:
+        if (body.get("input_ids") or body.get("prompt") or [None])[0] in self.spoilt:
             return 200, {"choices": [{}], "meta_info": {}, "completion_probabilities": []}
         if path == "/completion" and is_llama:
             ((id, bias),) = body["logit_bias"]
@@ -123,14 +124,20 @@ def test_each_kind_is_asked_in_its_own_form(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", servers.KINDS)
-def test_another_form_is_told(kind: str) -> None:
-    with standing(StandIn(kind, spoilt=True)) as url, pytest.raises(EndpointError, match="does not have the form"):
-        ask(url, "sk-1", None, IDS, lambda stage, done: None)
+def test_one_answer_in_another_form_leaves_the_others(kind: str) -> None:
+    with standing(StandIn(kind, spoilt=(5,))) as url:
+        answers = ask(url, "sk-1", None, IDS, lambda stage, done: None)
+    assert answers.logprobs == {"code": [chance(2)]} and answers.ids.keys() == TEXTS.keys()
+    assert answers.refused[-1].startswith("it does not tell the log-probabilities of 'english': /")
+    assert "does not have the form" in answers.refused[-1]
 
 
-def test_an_unknown_server_is_told() -> None:
+def test_an_unknown_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Endpoint] = []
+    monkeypatch.setattr(Endpoint, "close", lambda self: closed.append(self))
     with standing(StandIn("somebody")) as url, pytest.raises(EndpointError, match=r"a server of 'somebody'.*vLLM"):
         ask(url, "sk-1", None, IDS, lambda stage, done: None)
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize(
@@ -146,3 +153,21 @@ def test_log_probabilities_that_are_far_are_named(distance: float, verdict: str)
     check = Check("one")
     check_logprobs({"code": []}, {"code": theirs["code"]}, "vLLM", check)
     assert check.verdict == "wrong" and "0 log-probabilities here, and 1 by vLLM" in check.said[0]
+
+
+def test_several_tokens_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with drafts. A step takes a second here; the first two are the prefill."""
+    steps, now = list[int](), 0.0
+
+    def step() -> list[Any]:
+        nonlocal now
+        now += 1.0
+        return [SimpleNamespace(error=None, token_ids=[0] * n)] if (n := steps.pop(0)) else []
+
+    engine: Any = SimpleNamespace(
+        add=lambda request: steps.extend([0, 1, 31, 0, N_TIMED - 32]), has_work=lambda: bool(steps), step=step
+    )
+    monkeypatch.setattr("deltic.verify.bits.time.perf_counter", lambda: now)
+    check = Check("speed")
+    check_speed(engine, [1, 2], 21.0, check, lambda stage, done: None)
+    assert check.figures["decode"] == [(N_TIMED - 1) / 3] * 3 and check.verdict == "ok"
