@@ -183,11 +183,16 @@ class Admission:
 
     def fork(self, step: Step, sequence: Sequence, n_tokens: int) -> None:
         """Has the siblings of a sequence go on by themselves behind its first n_tokens, which it has when
-        this step has run. They read their branches from the next step on.
+        this step has run. They read their branches from the next step on. Where it has them already, and its
+        state is in no checkpoint, they start over by themselves: this step is about to write over the state.
         """
         assert sequence.state_slot is not None
+        is_late = 0 < n_tokens == sequence.n_computed and sequence.start_slot is None and self._cache.info.has_state
         for sibling in sequence.siblings:
             sibling.read_prompt(sequence)
+            if is_late:
+                self._start_over(sibling)
+                continue
             copies = self.share(sequence, sibling, n_tokens)
             if copies is None:
                 continue

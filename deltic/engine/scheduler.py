@@ -480,7 +480,7 @@ class Scheduler:
         branch = sequence.branch
         if sequence.scored_from is not None and branch is None:
             budget = min(budget, n_rows)
-        elif n_rows < (1 if branch is None else len(branch.scored)):
+        elif n_rows < 1 + (0 if branch is None else len(branch.scored)):  # the last row is drawn from
             return 0
         n_pending = sequence.n_pending
         if not self.info.canonical_decode:  # the rest of the prompt, or a decode

@@ -96,7 +96,11 @@ def test_random_schedules(kind: str, seed: int) -> None:
     """Branches among chats, of several tenants, with few pages: preempted, aborted, failed, spoilt, and found again."""
     rng = Random(seed)
     max_num_seqs, n_pages = rng.choice([1, 2, 4, 8]), rng.choice([14, 24, 60])
-    session = made(rng, kind, max_num_seqs=max_num_seqs, n_pages=n_pages, max_step_tokens=rng.choice([64, 128, 320]))
+    # Every other schedule lacks state slots: whoever finds a checkpoint may have to go on in its own.
+    sizes = {"n_slots": max_num_seqs} if seed % 2 else {}
+    session = made(
+        rng, kind, max_num_seqs=max_num_seqs, n_pages=n_pages, max_step_tokens=rng.choice([64, 128, 320]), **sizes
+    )
     prompts = [some_ids(rng, rng.randrange(1, 500)) for _ in range(3)]
     scored = []
     for _ in range(25):
@@ -125,6 +129,61 @@ def test_random_schedules(kind: str, seed: int) -> None:
             session.engine.reset_cache()
     session.run()
     for id in scored:
+        check(session, id)
+
+
+@kinds
+@pytest.mark.parametrize("n_prompt", [129, 961, 1000])
+def test_the_others_start_over_where_the_first_goes_on_in_the_checkpoint_s_state_slot(kind: str, n_prompt: int) -> None:
+    """No state slot is free for it. On a CPU, and behind a prompt of 64 n + 1 tokens, all fork where the first begins."""
+    rng = Random(1)
+    session = made(rng, kind, max_num_seqs=4, n_slots=4)
+    prompt = some_ids(rng, n_prompt)
+    ids = []
+    for n in (1, 4):
+        ids.append(ask(session, prompt, [Branch(some_ids(rng, 20), [(20, 5)]) for _ in range(n)]))
+        session.run()
+    for id in ids:
+        check(session, id)
+
+
+def preempt_at(session: Session, n_computed: int) -> int:
+    """Runs all, and preempts once who has that many tokens computed. Returns how often that was."""
+    n = 0
+    while session.engine.has_work():
+        session.step()
+        for sequence in session.engine.scheduler._prefills[:] if not n else []:
+            if sequence.n_computed == n_computed:
+                session.engine.scheduler._preempt(sequence)
+                n += 1
+    return n
+
+
+@kinds
+def test_who_is_preempted_before_the_last_token_brings_all_scores(kind: str) -> None:
+    """One token is left: a sequence that scores nothing is parked there in host memory."""
+    rng = Random(1)
+    session = made(rng, kind, max_num_seqs=4, max_step_tokens=PAGE_SIZE, n_units=200)
+    id = ask(session, some_ids(rng, 100), [Branch(some_ids(rng, 93), [(0, 5), (93, 6)])])
+    assert preempt_at(session, 192) == 1
+    check(session, id)
+    for use_cache in (False, True):
+        plain = session.ask(some_ids(rng, 193), use_cache=use_cache, prompt_logprobs=1)
+        assert preempt_at(session, 192) == 1
+        scores = session.outputs[plain, 0][0].prompt_logprobs
+        assert scores is not None and len(list(scores)) == 193
+
+
+def test_rows_of_logits_behind_many_scores() -> None:
+    """Of a branch's rows one is that behind its last token, where nothing need be scored."""
+    rng = Random(2)
+    session = session_with(max_num_seqs=8, max_logit_rows=8 + PAGE_SIZE)
+    ids = [
+        ask(session, some_ids(rng, 20), [Branch(some_ids(rng, n + 1), [(i, 5) for i in range(n)])])
+        for n in (8, MAX_SCORED)
+    ]
+    session.run()
+    for id in ids:
         check(session, id)
 
 

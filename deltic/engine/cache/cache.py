@@ -357,7 +357,7 @@ class Cache:
     def preempt(self, sequence: Sequence) -> None:
         """Takes back everything that a running sequence owns, and keeps in host memory, if it has room, what
         the tree does not: a decode comes back exactly where it was. Without that it starts again from what
-        the tree has kept.
+        the tree has kept; and so does a prompt of which something was scored, for it is scored afresh.
 
         The device may have run ahead: then the state has seen n_lookahead tokens more than n_computed says,
         and the pages hold their KV. The copies to host memory wait for that, and take those pages too; what
@@ -369,6 +369,7 @@ class Cache:
         is_worth_it = sequence.n_pending == 1
         if not self.info.canonical_decode:  # what was decoded can be had again one token a step only
             is_worth_it |= n_computed >= sequence.n_prompt
+        is_worth_it &= sequence.scored_from is None or n_computed <= sequence.scored_from
         parked = self._park(sequence) if is_worth_it and n_computed else None
         self.release(sequence)
         sequence.n_computed = 0
