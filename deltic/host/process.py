@@ -55,6 +55,7 @@ from deltic.host.launch import Allowance, Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
 from deltic.models.checkpoint import drawable_ids, speaks, tokenizer_json
 from deltic.ops.cpu.program import Program
+from deltic.runtime.pools import Judge
 
 log = logging.getLogger("deltic.engine")
 
@@ -380,14 +381,18 @@ def _refusals(message: bytes, error: str) -> list[Output]:
 
 
 def _beat(socket: Path, every_s: float, thread: int) -> None:
-    """Touches a socket's file while the engine's thread is in a kernel of the CPU, which may take minutes.
+    """Touches a socket's file while the engine's thread is in a kernel of the CPU, which may take minutes, or
+    in a joint head, whose work the server bounds.
 
     It takes Python's lock for that: whoever keeps it, in one long call, keeps this from being a sign of life.
     """
     while True:
         time.sleep(every_s)
         frame = sys._current_frames().get(thread)
-        if frame is not None and frame.f_code is Program.run.__code__:
+        is_alive = frame is not None and frame.f_code is Program.run.__code__
+        while frame is not None and not is_alive:
+            is_alive, frame = frame.f_code is Judge.logits.__code__, frame.f_back
+        if is_alive:
             with contextlib.suppress(OSError):
                 os.utime(socket)
 

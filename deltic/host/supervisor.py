@@ -209,8 +209,9 @@ class EngineHost:
         """Waits until the process has ended: None; or until it shows no sign of life any more: says so.
 
         A sign is what it says: of a step, a start, an answer to a Ping, which it takes between two steps. A
-        step on a CPU may honestly take minutes: that a kernel runs is a sign, too, which a thread of its own
-        sees (`process._beat`). What else the engine's thread computes is none, nor how it waits for a GPU.
+        step on a CPU may honestly take minutes: that a kernel or a joint head runs is a sign, too, which a
+        thread of its own sees (`process._beat`). What else the engine's thread computes is none, nor how it
+        waits for a GPU.
         """
         assert self._process
         ending = asyncio.create_task(self._process.wait())

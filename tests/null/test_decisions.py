@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from deltic.engine.messages import MAX_SCORED
-from deltic.server.chat import decisions
+from deltic.server.chat import decisions, joint
 from deltic.server.chat.decisions import AskedIds, branches_of
 from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import post as send
@@ -341,3 +341,20 @@ def test_a_joint_head_answers_systemone() -> None:
         send(engine, "/v1/systemone", body | {"state": "x" * 2000}).json()["error"]["code"] == "context_length_exceeded"
     )
     assert send(engine, "/v1/systemone", body | {"model": "other"}).status_code == 404
+
+
+def test_a_joint_head_s_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the options of all questions, times the tokens of the prompt; nothing comes to the engine."""
+    engine = FakeEngineClient(has_joint_head=True)
+    body = {"model": "fake", "state": "x", "questions": {"a": {"type": "noul", "instructions": "Is it?"}}}
+    body["questions"] |= {
+        "b": {"type": "choice", "instructions": "Who?", "criteria": {"a": None, "b": None, "c": None}}
+    }
+    n_pairs = 5 * send(engine, "/v1/systemone", body).json()["usage"]["input_tokens"]
+    monkeypatch.setattr(joint, "MAX_WORK", n_pairs)
+    assert send(engine, "/v1/systemone", body).status_code == 200
+    monkeypatch.setattr(joint, "MAX_WORK", n_pairs - 1)
+    refused = send(engine, "/v1/systemone", body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "questions"
+    assert f"are {n_pairs:,} pairs" in refused.json()["error"]["message"]
+    assert len(engine.requests) == 2

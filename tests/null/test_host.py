@@ -306,6 +306,16 @@ def run(self):
 Program.run = run
 """.replace("COMPUTE", COMPUTE)
 )
+HEAD = (
+    "from deltic.runtime.pools import Judge\n"
+    + """
+def head():
+    COMPUTE
+def logits(self):
+    head()
+Judge.logits = logits
+""".replace("COMPUTE", COMPUTE)
+)
 HELD = "import re, threading; threading.Thread(target=re.match, args=('(a|aa)+$', 'a' * 99 + 'b')).start()"
 
 
@@ -313,12 +323,20 @@ HELD = "import re, threading; threading.Thread(target=re.match, args=('(a|aa)+$'
     ("change", "lives"),
     [
         (KERNEL + SLOW.format(wait="Program.run(None)"), True),
+        (HEAD + SLOW.format(wait="Judge.logits(None)"), True),
         (SLOW.format(wait="while True: pass"), False),
         (SLOW.format(wait="time.sleep(60)"), False),
         (SLOW.format(wait="re.match('(a|aa)+$', 'a' * 99 + 'b')").replace("step =", "import re\nstep =", 1), False),
         (SLOW.format(wait=HELD), False),
     ],
-    ids=["a kernel", "computes beside kernels", "waits", "an expression without end", "another thread has the lock"],
+    ids=[
+        "a kernel",
+        "a joint head",
+        "computes beside kernels",
+        "waits",
+        "an expression without end",
+        "another thread has the lock",
+    ],
 )
 def test_a_step_may_take_long_where_kernels_run(change: str, lives: bool) -> None:
     async def ask() -> str:

@@ -15,10 +15,14 @@ from msgspec import Struct
 
 from deltic.engine.messages import EngineInfo, JointQuestion, Request, SamplingParams
 from deltic.server.chat.request import context_limit
-from deltic.server.errors import PromptTooLong
+from deltic.server.errors import PromptTooLong, bad_request
 from deltic.text import TRUSTED, Tokenizer
 
 KINDS = ("noul", "choice", "score")
+MAX_WORK = 1 << 24
+"""The most options of a request, times the tokens of its prompt: each option looks at each token, and others
+wait meanwhile. A head 1,024 wide of one layer of each kind takes 8 s of CPU time for it.
+"""
 
 _SYSTEM = (
     "Read the complete state and schema. Decide every field jointly. Each answer must be exactly one of that field's "
@@ -62,7 +66,7 @@ def asked_score(name: str, instruction: Any, levels: Iterable[Any]) -> JointAske
 
 def joint_request(tokenizer: Tokenizer, info: EngineInfo, state: Any, asked: Sequence[JointAsked]) -> Request:
     """The engine's request. Text of the client never becomes a special token. Raises ApiError (400) for a
-    state that does not fit with its questions: none of it is left out.
+    state that does not fit with its questions, of which none is left out, and for more than MAX_WORK.
     """
     ids = (
         tokenizer.encode(_BEFORE, "trusted") + tokenizer.encode(_text(state)) + tokenizer.encode("\n\nSCHEMA FIELDS:\n")
@@ -88,6 +92,12 @@ def joint_request(tokenizer: Tokenizer, info: EngineInfo, state: Any, asked: Seq
     ids += tokenizer.encode(_BEHIND, "trusted")
     if len(ids) >= context_limit(info):
         raise PromptTooLong("state", len(ids), context_limit(info))
+    n_options = sum(len(each.options) for each in asked)
+    if (n_pairs := n_options * len(ids)) > MAX_WORK:
+        message = (
+            f"{n_options:,} options by {len(ids):,} tokens are {n_pairs:,} pairs of {MAX_WORK:,} that are allowed."
+        )
+        raise bad_request("questions", f"{message} Ask fewer questions at once, or shorten the state.")
     params = SamplingParams(max_tokens=0, temperature=0.0)
     return Request(id=f"decision-{secrets.token_hex(16)}", prompt_ids=ids, params=params, questions=questions)
 
