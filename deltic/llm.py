@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from operator import index as as_index
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +41,11 @@ from deltic.json_types import JsonObject
 from deltic.logs import counted
 from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
-from deltic.server.api.decisions import DecisionAnswer, DecisionQuestion, answer_of, asked_of
+from deltic.server.api.decisions import DecisionAnswer, DecisionQuestion, DecisionRequest, answer_of, asked_of
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.constraint import Constrainer
-from deltic.server.chat.decisions import AskedIds, AskedPrompt, QuestionScores, asked_prompt, probabilities
+from deltic.server.chat.decisions import AskedIds, AskedPrompt, Label, QuestionScores, asked_prompt, probabilities
 from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
@@ -129,6 +130,10 @@ class CallScores:
     """The scores that a call brings."""
 
     scores: QuestionScores
+    places: Sequence[Sequence[tuple[int, int]]] | None = None
+    """Places of each prompt's continuations: the number of a question, and of one of its labels. None: all
+    labels of a question, in their order.
+    """
 
     def taken(self, completions: Iterable[Completion]) -> list[ContinuationScores]:
         """The scores of each prompt or question. completions: one of each branch. Raises ValueError."""
@@ -136,7 +141,10 @@ class CallScores:
             if completion.prompt_logprobs is None:
                 raise ValueError(completion.error or "the call was ended")
             out.take(completion.prompt_logprobs, completion.cached_tokens)
-        return [ContinuationScores(each, probabilities(each)) for each in self.scores.logprobs()]
+        found = self.scores.logprobs()
+        if self.places is not None:
+            found = [[found[question][label] for question, label in own] for own in self.places]
+        return [ContinuationScores(each, probabilities(each)) for each in found]
 
 
 @dataclass(slots=True)
@@ -308,8 +316,10 @@ class LLM:
     ) -> list[ContinuationScores]:
         """Scores each of a closed set of continuations behind each prompt; both are texts, or token ids.
 
-        A prompt is computed once, and found in the prefix cache. `options`: those of `generate` that do not
-        say how tokens are drawn. Raises ValueError.
+        A text and its continuation are encoded as one, and scored from the first token that is not the
+        text's own; where none of the text's tokens is left so, each of the two is encoded by itself. So a
+        score does not depend on what else is scored. A prompt is computed once, and found in the prefix
+        cache. `options`: those of `generate` that do not say how tokens are drawn. Raises ValueError.
         """
         scores, prepared = prepare_scores(self, prompts, continuations, **options)
         return scores.taken(self._complete(prepared, progress=False))
@@ -325,8 +335,10 @@ class LLM:
         asked, scores, prepared = prepare_decisions(self, given, questions, **options)
         return decided(asked, scores.taken(self._complete(prepared, progress=False)))
 
-    def prepare_asked(self, asked: list[AskedPrompt], options: dict[str, Any]) -> tuple[CallScores, PreparedCall]:
-        """Prepares a call that scores labels. Raises ValueError."""
+    def prepare_asked(
+        self, asked: list[AskedPrompt], options: dict[str, Any], places: list[list[tuple[int, int]]] | None = None
+    ) -> tuple[CallScores, PreparedCall]:
+        """Prepares a call that scores labels. places: as of CallScores. Raises ValueError."""
         request = self._request(options)
         for name in options:
             raise ValueError(f"{name}: has no meaning for scores")
@@ -340,7 +352,7 @@ class LLM:
             answers += self._answers(at, sent.prompt_ids, params, lambda: None)
         fields = ("branches", "boundaries", "pictures")
         makers = [partial(request, **{name: getattr(sent, name) for name in fields}) for sent in scores.requests]
-        return CallScores(scores), PreparedCall(answers, makers)
+        return CallScores(scores, places), PreparedCall(answers, makers)
 
     def _complete(self, prepared: PreparedCall, progress: bool) -> list[Completion]:
         """Runs a call until all its answers are complete."""
@@ -618,25 +630,47 @@ def stacked(completions: Sequence[Completion]) -> NDArray[np.float32]:
 
 def prepare_scores(llm: LLM, prompts: Any, continuations: Any, **options: object) -> tuple[CallScores, PreparedCall]:
     """Prepares a call of `LLM.score`. Raises ValueError."""
-    given = [prompts] if isinstance(prompts, str) else prompts
-    asked = []
-    for prompt in given:
-        wholes = [_whole(llm.tokenizer, prompt, each) for each in continuations]
-        own = _whole(llm.tokenizer, prompt, "" if isinstance(prompt, str) else [])
-        n = min((_n_alike(own, whole) for whole in wholes), default=0)
-        if not n or any(len(whole) == n for whole in wholes):
+    wanted = _texts_or_ids("continuations", continuations)
+    asked, places, n_questions = [], [], 0
+    for prompt in [prompts] if isinstance(prompts, str) else _texts_or_ids("prompts", prompts):
+        cuts: dict[int, tuple[int, list[Label]]] = {}  # by the tokens of the prompt before them
+        own, at = llm.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt, []
+        for each in wanted:
+            whole, n = _whole(llm.tokenizer, prompt, own, each)
+            question, labels = cuts.setdefault(n, (n_questions + len(cuts), []))
+            at.append((question, len(labels)))
+            labels.append(tuple(whole[n:]))
+        if not all(n and all(labels) for n, (_, labels) in cuts.items()) or not cuts:
             raise ValueError("a prompt and its continuations need a token each, and at least one continuation")
-        asked.append(AskedPrompt(own[:n], [AskedIds([], [tuple(whole[n:]) for whole in wholes])]))
-    return llm.prepare_asked(asked, options)
+        questions = [AskedIds(own[min(cuts) : n], labels) for n, (_, labels) in cuts.items()]
+        asked.append(AskedPrompt(own[: min(cuts)], questions))
+        places.append(at)
+        n_questions += len(questions)
+    return llm.prepare_asked(asked, options, places)
 
 
-def _whole(tokenizer: Tokenizer, prompt: str | Sequence[int], more: str | Sequence[int]) -> list[int]:
-    """The ids of a prompt and a continuation. Raises ValueError."""
-    if isinstance(prompt, str) and isinstance(more, str):
-        return tokenizer.encode(prompt + more, "parse")
-    if isinstance(prompt, str) or isinstance(more, str):
+def _texts_or_ids(name: str, given: Any) -> list[str | list[int]]:
+    """An argument that is a list of texts, or of lists of token ids. Raises ValueError."""
+    try:
+        if not isinstance(given, str):
+            return [each if isinstance(each, str) else [*map(as_index, each)] for each in given]
+    except TypeError:
+        pass
+    raise ValueError(f"{name}: takes a list of texts, or of lists of token ids. Put brackets around a single one.")
+
+
+def _whole(tokenizer: Tokenizer, prompt: Any, own: list[int], more: Any) -> tuple[list[int], int]:
+    """The ids of a prompt and a continuation, both texts or ids, and how many stand before the continuation.
+    own: the prompt's ids. Raises ValueError.
+    """
+    if isinstance(prompt, str) != isinstance(more, str):
         raise ValueError("prompts and continuations are both texts, or both token ids")
-    return [*prompt, *more]
+    if isinstance(prompt, str):
+        whole = tokenizer.encode(prompt + more, "parse")
+        if n := _n_alike(own, whole):
+            return whole, n
+        more = tokenizer.encode(more, "parse")
+    return [*own, *more], len(own)
 
 
 def prepare_decisions(
@@ -644,14 +678,21 @@ def prepare_decisions(
 ) -> tuple[list[DecisionQuestion], CallScores, PreparedCall]:
     """Prepares a call of `LLM.decide`. Raises ValueError, TypeError, OSError."""
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(messages, Iterable):
+        raise ValueError("given: takes a text, or a list of messages. Give one of the two.")
+    if not isinstance(questions, Iterable) or isinstance(questions, str | Mapping):
+        raise ValueError("questions: takes a list of questions. Put brackets around a single one.")
     try:
-        asked = msgspec.convert(list(questions), list[DecisionQuestion])
+        asked = msgspec.convert({"input": "-", "questions": [*questions]}, DecisionRequest).questions
         shown = [asked_of(question, f"questions[{i}]") for i, question in enumerate(asked)]
         files: list[bytes] = []
         body = {"messages": _sendable(messages, files), "enable_thinking": False}
         chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
         prompt = render(llm._template, chat, pictures=llm._pictures(chat, files), is_asked=True)
         scores, prepared = llm.prepare_asked([asked_prompt(llm.tokenizer, prompt, shown)], options)
+    except msgspec.ValidationError as error:
+        fault = decode.fault_of(error)
+        raise ValueError(f"{fault.path}: {fault.reason}") from None
     except ApiError as error:
         raise ValueError(error.message) from None
     return asked, scores, prepared

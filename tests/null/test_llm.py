@@ -329,6 +329,55 @@ def test_stop_texts_may_stand_in_the_parameters(llm: LLM):
     assert llm.generate("story", each[1], stop=stops[:1])[0].text == whole[: whole.index(stops[0])]
 
 
+def test_a_score_does_not_depend_on_what_else_is_scored(llm: LLM):
+    """Each continuation is cut where its own tokens leave the prompt's, and apart from it where none would be left."""
+    for prompt, ends in (("It w", [" b", "e"]), ("a", [" b", "bcb", "b", " c", "!"]), ([5, 6], [[7], [8, 9], [7, 9]])):
+        prompts = prompt if isinstance(prompt, str) else [prompt]
+        alone = [llm.score(prompts, [end])[0].logprobs[0] for end in ends]
+        assert llm.score(prompts, ends)[0].logprobs == alone
+    both = llm.score(["It w", "a"], [" b", "e"])
+    assert both == llm.score("It w", [" b", "e"]) + llm.score("a", [" b", "e"])
+    assert both[0].logprobs[0] == pytest.approx(
+        sum(llm.score([[1]], [[own]])[0].logprobs[0] for own in ids_of(llm, " b"))
+    )
+    assert idle(llm)
+
+
+def ids_of(llm: LLM, text: str) -> list[int]:
+    return llm.tokenizer.encode(text, "parse")
+
+
+QUESTION = {"type": "predicate", "instructions": "Is it?"}
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "reason"),
+    [
+        ("score", ("The capital is", " Paris"), "continuations: takes a list .* Put brackets"),
+        ("score", ([1, 2], [[1], [2]]), "prompts: takes a list"),
+        ("score", ([[1, 2]], [[[1, 2]]]), "continuations: takes a list"),
+        ("score", (5, [" b"]), "prompts: takes a list"),
+        ("score", ("a", 5), "continuations: takes a list"),
+        ("score", ("a", [[5]]), "both texts, or both token ids"),
+        ("score", ("a", [""]), "need a token each"),
+        ("score", ("a", []), "at least one continuation"),
+        ("score", ("a", ["b c " * 300]), "maximum context length"),
+        ("decide", ("x", "is it?"), "questions: takes a list"),
+        ("decide", ("x", QUESTION), "questions: takes a list"),
+        ("decide", ("x", 5), "questions: takes a list"),
+        ("decide", (5, [QUESTION]), "given: takes a text, or a list of messages"),
+        ("decide", ("x", []), "^questions: Expected `array` of length >= 1"),
+        ("decide", ("x", [QUESTION] * 401), "^questions: Expected `array` of length <= 400"),
+        ("decide", ("x", [QUESTION, 5]), r"^questions\[1\]: Expected `object`"),
+        ("decide", ("x", [QUESTION | {"type": "box"}]), r"^questions\[0\].type"),
+    ],
+)
+def test_scores_and_decisions_refuse_what_cannot_be_asked(llm: LLM, call: str, given: Any, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        getattr(llm, call)(*given)
+    assert idle(llm)
+
+
 def test_an_llm_may_be_a_context(llm: LLM):
     with llm as entered:
         assert entered is llm and llm.generate("x", max_tokens=1)
