@@ -20,10 +20,10 @@ T = TypeVar("T")
 PATHS = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
+    "/v1/systemone": "state",
     "/v1/decisions": "questions",
     "/v1/responses": "input",
     "/v1/embeddings": "input",
-    "/v1/systemone": "state",
     "/v1/score": "text_1",
     "/v1/rerank": "query",
 }

@@ -1,10 +1,10 @@
 """`deltic run IN.jsonl OUT.jsonl`: a file of requests to a file of answers, resumed where it stopped.
 
 A line is what OpenAI's batch API takes, `{"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}`,
-or a bare body with `messages`, `prompt` or `input`. The requests go over HTTP to a server (a child of ours
-without --url), or with --ray to servers on a cluster, so they mean exactly what they mean online. A result
-line is `{"custom_id", "line", "response": {"status_code", "body"}, "error"}`; results come in the order of
-completion.
+or a bare body, whose route is known by its fields (`batch_lines.PATHS`). The requests go over HTTP to a
+server (a child of ours without --url), or with --ray to servers on a cluster, so they mean exactly what they
+mean online. A result line is `{"custom_id", "line", "response": {"status_code", "body"}, "error"}`; results
+come in the order of completion.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def test_both_forms_are_answered_with_many_in_flight(tmp_path: Path):
         (b"3", "expected a JSON object"),
         (b'{"body": 3}', "body: expected"),
         (b'{"custom_id": 3, "body": {}}', "custom_id"),
-        (b'{"body": {"temperature": 1}}', "none of messages, prompt, questions, input, state"),
+        (b'{"body": {"temperature": 1}}', "none of messages, prompt, state, questions, input"),
         (b'{"url": "/v1/images", "body": {}}', "/v1/images"),
         (b'{"method": "GET", "body": {"prompt": "x"}}', "GET"),
         (b'{"prompt": "x", "stream": true}', "stream"),
@@ -133,6 +133,21 @@ def test_lines_for_responses_are_sent_there(tmp_path: Path):
     assert [row["response"]["status_code"] for row in results(out)] == [404, 404]
     assert [parse(json.dumps(row).encode(), 1).path for row in rows] == ["/v1/responses"] * 2
     assert parse(b'{"url": "/v1/embeddings", "body": {"input": "x"}}', 1).path == "/v1/embeddings"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/decisions", {"input": "x", "questions": []}),
+        ("/v1/systemone", {"state": "x", "questions": {}}),
+        ("/v1/score", {"text_1": "x", "text_2": "y"}),
+        ("/v1/rerank", {"query": "x", "documents": []}),
+    ],
+)
+def test_a_bare_body_goes_where_its_fields_are_known(path: str, body: dict[str, object]):
+    assert parse(json.dumps(body).encode(), 1).path == path
 
 
 def test_a_run_resumes_and_repairs_a_truncated_last_line(tmp_path: Path, capsys):
