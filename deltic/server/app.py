@@ -198,7 +198,7 @@ DECLINED = {
     for names, why in {
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
-        ("moderations",): "judges no text",
+        ("moderations",): "has no categories of its own. Ask /v1/decisions about yours",
         ("uploads", "vector_stores", "containers"): "keeps no such files. See /v1/files",
         ("fine_tuning", "evals"): "runs no such jobs. See /v1/batches",
         ("assistants", "threads", "conversations"): "keeps no threads. Use /v1/responses with previous_response_id",
