@@ -49,7 +49,7 @@ from deltic.server.chat.decisions import AskedIds, AskedPrompt, Label, QuestionS
 from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
-from deltic.server.chat.request import NO_DEFAULTS, Chat, Shown
+from deltic.server.chat.request import NO_DEFAULTS, Chat, Shown, context_limit
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.chat.vectors import vector_requests
 from deltic.server.errors import ApiError
@@ -343,7 +343,7 @@ class LLM:
         for name in options:
             raise ValueError(f"{name}: has no meaning for scores")
         try:
-            scores = QuestionScores(asked, self.info, "", "prompt")
+            scores = QuestionScores(asked, self.info, "")
         except ApiError as error:
             raise ValueError(error.message) from None
         answers: list[OpenCompletion] = []
@@ -689,7 +689,9 @@ def prepare_decisions(
         body = {"messages": _sendable(messages, files), "enable_thinking": False}
         chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
         prompt = render(llm._template, chat, pictures=llm._pictures(chat, files), is_asked=True)
-        scores, prepared = llm.prepare_asked([asked_prompt(llm.tokenizer, prompt, shown)], options)
+        scores, prepared = llm.prepare_asked(
+            [asked_prompt(llm.tokenizer, prompt, shown, context_limit(llm.info))], options
+        )
     except msgspec.ValidationError as error:
         fault = decode.fault_of(error)
         raise ValueError(f"{fault.path}: {fault.reason}") from None

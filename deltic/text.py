@@ -192,6 +192,18 @@ class Tokenizer:
         if start < len(text):
             yield self._encode_piece(text[start:] if start else text)
 
+    def encode_start(self, text: str, n: int, specials: Specials = "text") -> list[int]:
+        """The first `n` ids of `encode(text, specials)`: of a long text no more is read than they take.
+
+        Raises UnreadableText.
+        """
+        ids: list[int] = []
+        for some in self.encode_pieces(text, specials):
+            ids += some
+            if len(ids) >= n:
+                break
+        return ids[:n]
+
     def encode_end(self, text: str, n: int, specials: Specials) -> list[int]:
         """The last `n` ids of `encode(text, specials)`: of a long text no more is read than they take.
 

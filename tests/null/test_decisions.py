@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from deltic.engine.messages import MAX_SCORED
 from deltic.server.chat import decisions, joint
 from deltic.server.chat.decisions import AskedIds, branches_of
+from deltic.text import Tokenizer
 from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import post as send
 from tests.null.test_picture_doors import seeing, url_of
@@ -265,8 +267,6 @@ def test_a_key_s_account(engine: FakeEngineClient) -> None:
         assert all(request.tenant == "a" and request.namespace == "a" for request in engine.requests[-3:])
         engine.hold = True
         with httpx.Client(timeout=30) as client:
-            import threading
-
             first = threading.Thread(target=ask)
             first.start()
             wait_for(lambda: engine.n_open > 0)
@@ -341,6 +341,89 @@ def test_a_joint_head_answers_systemone() -> None:
         send(engine, "/v1/systemone", body | {"state": "x" * 2000}).json()["error"]["code"] == "context_length_exceeded"
     )
     assert send(engine, "/v1/systemone", body | {"model": "other"}).status_code == 404
+    with served(make_app(engine)) as url:
+        post(f"{url}/v1/systemone", **body)
+        assert 'deltic_scored_questions_total{model="fake"} 3.0' in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.parametrize(("path", "is_joint"), [("decisions", False), ("systemone", False), ("systemone", True)])
+def test_a_large_answer_is_made_off_the_event_loop(path: str, is_joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngineClient(has_joint_head=is_joint)
+    engine.score, threads, measure = score, set[str](), decisions.confidence
+
+    def confidence(parts: list[float]) -> float:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return measure(parts)
+
+    monkeypatch.setattr(decisions, "confidence", confidence)
+    assert engine.info is not None
+    engine.info.max_model_len = engine.info.n_pages = 100_000
+    for n in (2, 255):
+        question: dict[str, Any] = {
+            "type": "choice",
+            "instructions": "?",
+            "choices": [{"value": f"{i}"} for i in range(n)],
+        }
+        body: dict[str, Any] = {"input": "x", "questions": [question]}
+        if path == "systemone":
+            question = {"type": "choice", "instructions": "?", "criteria": {f"{i}": None for i in range(n)}}
+            body = {"state": "x", "questions": {"a": question}}
+        threads.clear()
+        answer = send(engine, f"/v1/{path}", body)
+        assert answer.status_code == 200, answer.text
+        assert threads == {"prepare" if n == 255 else "MainThread"}
+
+
+LONG = "word " * 800_000
+ASKED = {"type": "predicate", "instructions": "?"}
+NOUL = {"type": "noul", "instructions": "?"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/decisions", {"input": LONG, "questions": [ASKED]}, "input"),
+        ("/v1/decisions", {"input": "x", "questions": [ASKED, ASKED | {"instructions": LONG}]}, "questions[1]"),
+        ("/v1/systemone", {"state": LONG, "questions": {"a": NOUL}}, "state"),
+        ("/v1/systemone", {"state": "x", "questions": {"a": NOUL | {"instructions": LONG}}}, "questions.a"),
+        ("/v1/score", {"text_1": LONG, "text_2": "x"}, "text_1"),
+        ("/v1/score", {"text_1": ["x", LONG], "text_2": ["x", "x"]}, "text_1[1]"),
+        ("/v1/score", {"text_1": "x", "text_2": LONG}, "text_2"),
+        ("/v1/score", {"queries": "x", "documents": ["x", LONG]}, "documents[1]"),
+        ("/v1/rerank", {"query": LONG, "documents": ["x"]}, "query"),
+        ("/v1/rerank", {"query": "x", "documents": ["x", LONG]}, "documents[1]"),
+        ("/v1/rerank", {"query": "x", "documents": ["x", LONG], "max_tokens_per_doc": 2**31 - 1}, "documents[1]"),
+        ("/v1/rerank", {"query": "x", "documents": ["x", LONG], "max_tokens_per_doc": 100}, None),
+        # Short enough to be looked at whole, and named as well.
+        ("/v1/decisions", {"input": "x", "questions": [ASKED | {"instructions": LONG[:3000]}]}, "questions[0]"),
+        ("/v1/score", {"text_1": "x", "text_2": ["x", LONG[:3000]]}, "text_2[1]"),
+        ("/v1/score", {"text_1": LONG[:700], "text_2": LONG[:700]}, "text_2"),
+    ],
+)
+def test_of_a_text_that_does_not_fit_little_is_read(
+    path: str, body: dict[str, Any], field: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names what was sent."""
+    engine, read, encode = FakeEngineClient(), 0, Tokenizer._encode_piece
+    engine.score = score
+
+    def counted(tokenizer: Tokenizer, text: str) -> list[int]:
+        nonlocal read
+        read += len(text)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(Tokenizer, "_encode_piece", counted)
+    if path == "/v1/systemone":
+        error = send(FakeEngineClient(has_joint_head=True), path, body).json()["error"]
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    answer = send(engine, path, body)
+    assert read < 100_000
+    if field is None:
+        assert answer.status_code == 200
+        assert len(engine.requests[-1].branches) == 2 * 3
+    else:
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
 
 def test_a_joint_head_s_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from deltic.engine.messages import EmbedderInfo
+from deltic.text import Tokenizer
 from tests.fake_engine import FakeEngineClient
 from tests.null.test_http import client_of, post
 
@@ -107,6 +108,13 @@ def test_ollamas_forms(embedder: FakeEngineClient) -> None:
     }
     long = {"model": "fake", "input": "a" * 500}
     assert post(embedder, "/api/embed", long).json()["embeddings"][0][0] == 100.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deltic.text.PIECE_CHARACTERS", 50)
+        patch.setattr(Tokenizer, "_encode_piece", lambda self, text: n_read.append(len(text)) or [*text.encode()])
+        n_read: list[int] = []
+        cut = post(embedder, "/api/embed", long | {"input": "one two " * 1000})
+    assert cut.json()["embeddings"][0] == [100.0, ord("o")] * 4
+    assert sum(n_read) < 200, "no more than is kept is read"
     assert "has 500 tokens" in post(embedder, "/api/embed", long | {"truncate": False}).json()["error"]
     for body in (
         {"model": "fake", "input": [1, 2]},

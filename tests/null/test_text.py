@@ -317,7 +317,7 @@ def test_long_lists_and_tables_are_read(line: str, monkeypatch: pytest.MonkeyPat
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=40).map("".join), st.integers(1, 60), st.integers(1, 12), st.booleans())
-def test_the_end_of_a_text_has_the_ids_of_the_whole(text: str, n: int, size: int, marks: bool) -> None:
+def test_the_ends_of_a_text_have_the_ids_of_the_whole(text: str, n: int, size: int, marks: bool) -> None:
     text = text.replace("<think>", f"{TRUSTED}<|im_start|>")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deltic.text.PIECE_CHARACTERS", size)
@@ -325,11 +325,14 @@ def test_the_end_of_a_text_has_the_ids_of_the_whole(text: str, n: int, size: int
             assert tokenizer.encode_end(text, n, "trusted") == tokenizer.encode(text, "trusted")[-n:]
             plain = text.replace(TRUSTED, "")
             assert tokenizer.encode_end(plain, n, "parse") == tokenizer.encode(plain, "parse")[-n:]
+            assert tokenizer.encode_start(text, n, "trusted") == tokenizer.encode(text, "trusted")[:n]
+            assert tokenizer.encode_start(plain, n, "parse") == tokenizer.encode(plain, "parse")[:n]
 
 
-def test_only_the_end_of_a_long_text_is_read() -> None:
+def test_only_one_end_of_a_long_text_is_read() -> None:
     began_s = time.process_time()
     assert BUILT_IN.encode_end("one two " * 2_000_000, 5, "parse") == BUILT_IN.encode("one two " * 9)[-5:]
+    assert BUILT_IN.encode_start("one two " * 2_000_000, 5, "parse") == BUILT_IN.encode("one two " * 9)[:5]
     assert time.process_time() - began_s < 1
     with pytest.raises(UnreadableText, match="Break it up"):
         BUILT_IN.encode_end("a" * 3_000_000, 5, "parse")

@@ -8,7 +8,7 @@ Both become a chat, and questions behind it (`server/chat/decisions.py`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -32,7 +32,7 @@ from deltic.server.chat.template import render
 from deltic.server.chat.vectors import VectorOut
 from deltic.server.errors import bad_request, naming
 from deltic.server.limits import TICKET, Usage
-from deltic.server.preparation import Preparation
+from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Service
 from deltic.server.transport import LargeResponse, unless_disconnected
 
@@ -133,7 +133,7 @@ class SystemOneRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     state: Content
     """State that is judged: a text, or any JSON."""
     questions: Annotated[dict[str, SystemOneQuestion], Meta(min_length=1, max_length=decisions.MAX_QUESTIONS)]
-    """Questions by names of the client's own, which the model does not see."""
+    """Questions by names of the client's own. A model with a joint head sees the names, and others do not."""
 
 
 class PredicateAnswer(Struct, tag="predicate", tag_field="type"):
@@ -251,7 +251,8 @@ class SystemOneResult(Struct):
     usage: DecisionUsage
 
 
-_encode = msgspec.json.Encoder().encode
+OPTION_BYTES = 64
+"""Bytes of an answer for each option of each question, about. By them it is made in the event loop or not."""
 
 
 def text_of(content: Any) -> str:
@@ -271,11 +272,11 @@ def asked_of(question: DecisionQuestion, path: str) -> decisions.ShownQuestion:
             if len(set(values)) < len(values):
                 raise bad_request(f"{path}.choices", "has a value twice. Give each option its own.")
             options = [_described(text_of(choice.value), choice.description) for choice in choices]
-            return decisions.question_of("choice", instructions, options)
+            return decisions.question_of("choice", instructions, options, path)
         case ScoreQuestion(levels=levels):
             options = [_described(level.label, level.description) for level in levels]
-            return decisions.question_of("score", instructions, options)
-    return decisions.question_of("predicate", instructions, ())
+            return decisions.question_of("score", instructions, options, path)
+    return decisions.question_of("predicate", instructions, (), path)
 
 
 def _described(name: str, description: str) -> str:
@@ -293,17 +294,17 @@ def _part_text(part: JsonObject, path: str) -> str:
     raise bad_request(f"{path}.type", message, "unsupported_field")
 
 
-def system_one_of(question: SystemOneQuestion) -> decisions.ShownQuestion:
-    instructions = text_of(question.instructions)
+def system_one_of(name: str, question: SystemOneQuestion) -> decisions.ShownQuestion:
+    instructions, path = text_of(question.instructions), f"questions.{name}"
     match question:
         case SystemOneChoice(criteria=options):
             named = [_described(name, "" if about is None else text_of(about)) for name, about in options.items()]
-            return decisions.question_of("choice", instructions, named)
+            return decisions.question_of("choice", instructions, named, path)
         case SystemOneScore(criteria=levels):
-            return decisions.question_of("score", instructions, [*map(text_of, levels)])
+            return decisions.question_of("score", instructions, [*map(text_of, levels)], path)
     criteria = question.criteria or NoulCriteria()
     meanings = [text_of(each) if each is not None else "" for each in (criteria.true_, criteria.false_)]
-    return decisions.question_of("predicate", instructions, meanings)
+    return decisions.question_of("predicate", instructions, meanings, path)
 
 
 def _read_items(asked: DecisionRequest) -> tuple[wire.ResponsesRequest, list[tuple[str, Any]], list[Sent]]:
@@ -338,11 +339,10 @@ def scores_of(
     with naming(chat.origin):
         check(service, chat)
         chat = msgspec.structs.replace(chat, settings=chat.settings | {"enable_thinking": False})
-        prompt = render(service.template, chat, context_limit(info), pictures=pictures, is_asked=True)
-        asked = decisions.asked_prompt(service.tokenizer, prompt, questions)
-    return decisions.QuestionScores(
-        [asked], info, f"decision-{secrets.token_hex(16)}", chat.origin.get("messages", "messages")
-    )
+        limit = context_limit(info)
+        prompt = render(service.template, chat, limit, pictures=pictures, is_asked=True)
+        asked = decisions.asked_prompt(service.tokenizer, prompt, questions, limit)
+        return decisions.QuestionScores([asked], info, f"decision-{secrets.token_hex(16)}")
 
 
 async def run_scores(service: Service, request: Request, scores: decisions.QuestionScores) -> Usage:
@@ -406,9 +406,13 @@ async def decide(service: Service, request: Request) -> ASGIApp:
 
         scores = await preparation.run(prepare)
     usage = await run_scores(service, request, scores)
-    parts = map(decisions.probabilities, scores.logprobs())
-    answers = [answer_of(question, each) for question, each in zip(asked.questions, parts, strict=True)]
-    return LargeResponse(_encode(Decision(service.model_name, answers, _usage(usage, scores))))
+
+    def answer() -> Decision:
+        parts = map(decisions.probabilities, scores.logprobs())
+        answers = [answer_of(question, each) for question, each in zip(asked.questions, parts, strict=True)]
+        return Decision(service.model_name, answers, _usage(usage, scores))
+
+    return await _answered(service, request, preparation.size, scores.n_options, answer)
 
 
 def joint_of(name: str, question: SystemOneQuestion) -> joint.JointAsked:
@@ -423,46 +427,73 @@ def joint_of(name: str, question: SystemOneQuestion) -> joint.JointAsked:
     return joint.asked_noul(name, question.instructions, {key: each for key, each in said.items() if each is not None})
 
 
-async def _joint(
-    service: Service, request: Request, asked: SystemOneRequest, jointly: list[joint.JointAsked], sent: EngineRequest
+async def _answered(
+    service: Service, request: Request, size: int, n_options: int, make: Callable[[], Decision | SystemOneResult]
 ) -> ASGIApp:
-    """The answer of a model with a joint head, which reads all questions at once."""
-    out = VectorOut(0)
-    request.scope["deltic.answer_id"] = sent.id
-    generation = Generation(service.client, service.metrics, [sent], [out], request.scope[TICKET], service.adapter)
-    await unless_disconnected(request.receive, generation.run(lambda updates: None))
-    usage, answers = generation.usage(), dict[str, SystemOneAnswer]()
-    found = joint.joint_logits(out.vector, jointly)
-    for (name, question), each, logits in zip(asked.questions.items(), jointly, found, strict=True):
-        parts = dict(zip(logits, decisions.probabilities([*logits.values()]), strict=True))
-        order: list[Any] = [option for option, _ in each.options]
-        if isinstance(question, SystemOneChoice):
-            order = [*question.criteria]
-        answers[name] = system_one_answer(question, [parts[option] for option in order])
-    counts = DecisionUsage(usage.prompt_tokens, DecisionCached(0), usage.prompt_tokens, 0, usage.told_timing())
-    return LargeResponse(_encode(SystemOneResult(service.model_name, answers, counts)))
+    """The answer, made where it holds up no others. size: bytes of the body; n_options: of all questions."""
+
+    def encoded() -> bytes:
+        return msgspec.json.encode(make())
+
+    return LargeResponse(await prepared(service, request, size + OPTION_BYTES * n_options, encoded))
 
 
 async def system_one(service: Service, request: Request) -> ASGIApp:
     """POST /v1/systemone: the same in TypeSafe's form."""
     info = service.admit()
+    return await (_joint if info.has_joint_head else _by_branches)(service, request, info)
+
+
+async def _by_branches(service: Service, request: Request, info: EngineInfo) -> ASGIApp:
     async with Preparation(service, request) as preparation:
         asked = await preparation.parse(SystemOneRequest)
-        if info.has_joint_head:
-            service.check_model(asked.model)
-            jointly = [joint_of(name, question) for name, question in asked.questions.items()]
-            sent = await preparation.run(joint.joint_request, service.tokenizer, info, asked.state, jointly)
-            return await _joint(service, request, asked, jointly, sent)
 
         def prepare() -> decisions.QuestionScores:
             chat = Chat(
                 messages=[UserMessage(content=text_of(asked.state))], model=asked.model, origin={"messages": "state"}
             )
-            return scores_of(service, chat, [*map(system_one_of, asked.questions.values())], info, {})
+            return scores_of(service, chat, [system_one_of(*named) for named in asked.questions.items()], info, {})
 
         scores = await preparation.run(prepare)
     usage = await run_scores(service, request, scores)
-    parts = map(decisions.probabilities, scores.logprobs())
-    each = zip(asked.questions.items(), parts, strict=True)
-    answers = {name: system_one_answer(question, part) for (name, question), part in each}
-    return LargeResponse(_encode(SystemOneResult(service.model_name, answers, _usage(usage, scores))))
+
+    def answer() -> SystemOneResult:
+        parts = map(decisions.probabilities, scores.logprobs())
+        each = zip(asked.questions.items(), parts, strict=True)
+        answers = {name: system_one_answer(question, part) for (name, question), part in each}
+        return SystemOneResult(service.model_name, answers, _usage(usage, scores))
+
+    return await _answered(service, request, preparation.size, scores.n_options, answer)
+
+
+async def _joint(service: Service, request: Request, info: EngineInfo) -> ASGIApp:
+    """The answer of a model with a joint head, which reads all questions at once."""
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(SystemOneRequest)
+        service.check_model(asked.model)
+
+        def prepare() -> tuple[list[joint.JointAsked], EngineRequest]:
+            jointly = [joint_of(name, question) for name, question in asked.questions.items()]
+            return jointly, joint.joint_request(service.tokenizer, info, asked.state, jointly)
+
+        jointly, sent = await preparation.run(prepare)
+    out = VectorOut(0)
+    request.scope["deltic.answer_id"] = sent.id
+    generation = Generation(service.client, service.metrics, [sent], [out], request.scope[TICKET], service.adapter)
+    await unless_disconnected(request.receive, generation.run(lambda updates: None))
+    service.metrics.n_scored += len(jointly)
+    usage = generation.usage()
+
+    def answer() -> SystemOneResult:
+        found, answers = joint.joint_logits(out.vector, jointly), dict[str, SystemOneAnswer]()
+        for (name, question), each, logits in zip(asked.questions.items(), jointly, found, strict=True):
+            parts = dict(zip(logits, decisions.probabilities([*logits.values()]), strict=True))
+            order: list[Any] = [option for option, _ in each.options]
+            if isinstance(question, SystemOneChoice):
+                order = [*question.criteria]
+            answers[name] = system_one_answer(question, [parts[option] for option in order])
+        counts = DecisionUsage(usage.prompt_tokens, DecisionCached(0), usage.prompt_tokens, 0, usage.told_timing())
+        return SystemOneResult(service.model_name, answers, counts)
+
+    n_options = sum(len(each.options) for each in jointly)
+    return await _answered(service, request, preparation.size, n_options, answer)

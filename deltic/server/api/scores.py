@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from deltic.engine.messages import EngineInfo
 from deltic.server.api.decisions import run_scores
-from deltic.server.chat.decisions import QuestionScores, Reranker, relevance
+from deltic.server.chat.decisions import Query, QuestionScores, Reranker, relevance
+from deltic.server.chat.request import context_limit
 from deltic.server.errors import bad_request
 from deltic.server.preparation import Preparation
 from deltic.server.service import Service
@@ -112,7 +113,7 @@ class Ranking(Struct):
     usage: PairUsage
 
 
-def _pairs(asked: ScoreRequest) -> list[tuple[str, list[str]]]:
+def _pairs(asked: ScoreRequest) -> list[Query]:
     """Queries with their documents. Raises ApiError (400)."""
     if asked.queries is not None or asked.documents is not None:
         if asked.text_1 is not None or asked.text_2 is not None:
@@ -123,22 +124,27 @@ def _pairs(asked: ScoreRequest) -> list[tuple[str, list[str]]]:
     for name, texts in zip(names, given, strict=True):
         if texts is None:
             raise bad_request(name, "is missing. Give one text, or several.")
-    queries, documents = ([texts] if isinstance(texts, str) else texts or [] for texts in given)
+    queries, documents = map(_by_name, names, given)
     if len(queries) == 1:
-        return [(queries[0], documents)]
+        return [Query(*query, documents) for query in queries.items()]
     if len(queries) != len(documents):
         message = f"{len(queries)} texts are no pairs with {len(documents)}. Give one, or as many."
         raise bad_request(names[0], message)
-    return [(query, [document]) for query, document in zip(queries, documents, strict=True)]
+    return [Query(*query, dict([document])) for query, document in zip(queries.items(), documents.items(), strict=True)]
+
+
+def _by_name(name: str, texts: Texts | None) -> dict[str, str]:
+    """Texts by the client's names of them."""
+    return {name: texts} if isinstance(texts, str) else {f"{name}[{i}]": text for i, text in enumerate(texts or ())}
 
 
 def _scores(
-    service: Service, pairs: list[tuple[str, list[str]]], instruction: str | None, most: int | None, info: EngineInfo
+    service: Service, queries: list[Query], instruction: str | None, most: int | None, info: EngineInfo
 ) -> QuestionScores:
     """Slow for many documents, so it is a step of a Preparation. Raises ApiError (400)."""
-    reranker = Reranker(service.tokenizer, service.model_name)
-    prompts = [reranker.prompt(query, documents, instruction, most) for query, documents in pairs]
-    return QuestionScores(prompts, info, f"score-{secrets.token_hex(16)}", "documents")
+    reranker = Reranker(service.tokenizer, service.model_name, context_limit(info))
+    prompts = [reranker.prompt(query, instruction, most) for query in queries]
+    return QuestionScores(prompts, info, f"score-{secrets.token_hex(16)}")
 
 
 async def score(service: Service, request: Request) -> ASGIApp:
@@ -173,8 +179,8 @@ async def _ranked(service: Service, request: Request, is_shown: bool) -> ASGIApp
         asked = await preparation.parse(RerankRequest)
         service.check_model(asked.model)
         texts = [document if isinstance(document, str) else document.text for document in asked.documents]
-        pairs, most = [(asked.query, texts)], asked.max_tokens_per_doc
-        scores = await preparation.run(_scores, service, pairs, asked.instruction, most, info)
+        queries, most = [Query("query", asked.query, _by_name("documents", texts))], asked.max_tokens_per_doc
+        scores = await preparation.run(_scores, service, queries, asked.instruction, most, info)
     usage = await run_scores(service, request, scores)
     if asked.return_documents is not None:
         is_shown = asked.return_documents

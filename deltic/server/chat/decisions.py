@@ -28,7 +28,7 @@ from deltic.engine.messages import (
 )
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import AnswerDelta
-from deltic.server.chat.request import context_limit
+from deltic.server.chat.request import context_limit, text_ids
 from deltic.server.chat.template import Prompt
 from deltic.server.errors import PromptTooLong, bad_request
 from deltic.text import Tokenizer
@@ -50,11 +50,13 @@ class ShownQuestion(Struct, frozen=True):
     text: str
     labels: Sequence[str]
     """The answers, one of which the model would begin with."""
+    field: str
+    """The client's name of it."""
 
 
-def question_of(kind: Kind, instructions: str, options: Sequence[str]) -> ShownQuestion:
+def question_of(kind: Kind, instructions: str, options: Sequence[str], field: str) -> ShownQuestion:
     """The question of a kind. options: of a choice or a score, in their order, with their descriptions; of a
-    predicate what yes and no mean, if that was said.
+    predicate what yes and no mean, if that was said. field: the client's name of the question.
     """
     if kind == "predicate":
         labels: Sequence[str] = ("yes", "no")
@@ -68,7 +70,7 @@ def question_of(kind: Kind, instructions: str, options: Sequence[str]) -> ShownQ
             labels = ["".join(each) for each, _ in zip(letters, options, strict=False)]
             form = "the letter of one option" if is_few else "the two letters of one option"
     lines += [f"{label}: {option}" for label, option in zip(labels, options, strict=False) if option]
-    return ShownQuestion("\n".join([*lines, f"Answer with {form} only."]), labels)
+    return ShownQuestion("\n".join([*lines, f"Answer with {form} only."]), labels, field)
 
 
 class AskedIds(Struct, frozen=True):
@@ -76,6 +78,8 @@ class AskedIds(Struct, frozen=True):
 
     ids: list[int]
     labels: list[Label]
+    field: str = ""
+    """The client's name of it, if it has one."""
 
 
 class AskedPrompt(Struct, frozen=True):
@@ -85,10 +89,14 @@ class AskedPrompt(Struct, frozen=True):
     asked: list[AskedIds]
     boundaries: list[int] = []
     pictures: list[Picture] = []
+    field: str = "prompt"
+    """The client's name of it."""
 
 
-def asked_prompt(tokenizer: Tokenizer, prompt: Prompt, questions: Iterable[ShownQuestion]) -> AskedPrompt:
-    """Questions behind a prompt that `template.render` has made for them. Raises ApiError (400)."""
+def asked_prompt(tokenizer: Tokenizer, prompt: Prompt, questions: Iterable[ShownQuestion], limit: int) -> AskedPrompt:
+    """Questions behind a prompt that `template.render` has made for them. limit: of the context. Raises
+    ApiError (400).
+    """
     tail = prompt.tail
     if "<think>" in tail.rpartition("</think>")[2]:
         tail += "\n</think>\n\n"  # the answer comes without a thought
@@ -99,9 +107,9 @@ def asked_prompt(tokenizer: Tokenizer, prompt: Prompt, questions: Iterable[Shown
         for label in question.labels:
             if label not in known:
                 known[label] = label_ids(tokenizer, tail, rest, label)
-        ids = tokenizer.encode(question.text) + rest
-        asked.append(AskedIds(ids, [known[label] for label in question.labels]))
-    return AskedPrompt(prompt.ids, asked, prompt.boundaries, prompt.pictures)
+        ids = text_ids(tokenizer, question.text, limit, question.field) + rest
+        asked.append(AskedIds(ids, [known[label] for label in question.labels], question.field))
+    return AskedPrompt(prompt.ids, asked, prompt.boundaries, prompt.pictures, "messages")
 
 
 def label_ids(tokenizer: Tokenizer, text: str, ids: list[int], label: str) -> Label:
@@ -116,8 +124,8 @@ def label_ids(tokenizer: Tokenizer, text: str, ids: list[int], label: str) -> La
 class QuestionScores:
     """The scores of some prompts' questions: requests of the engine, and what comes of them."""
 
-    def __init__(self, prompts: Sequence[AskedPrompt], info: EngineInfo, request_id: str, field: str) -> None:
-        """field: the client's name of what is too long, if something is. Raises ApiError (400)."""
+    def __init__(self, prompts: Sequence[AskedPrompt], info: EngineInfo, request_id: str) -> None:
+        """Raises ApiError (400) for what does not fit."""
         self.requests: list[Request] = []
         self.outs: list[ScoreOut] = []
         """The way out of each branch, in the order of requests and branches."""
@@ -129,7 +137,8 @@ class QuestionScores:
             for asked in prompt.asked:
                 longest = len(prompt.ids) + len(asked.ids) + max(map(len, asked.labels))
                 if longest > limit:
-                    raise PromptTooLong(field, longest, limit)
+                    field = asked.field if len(prompt.ids) < limit else ""
+                    raise PromptTooLong(field or prompt.field, longest, limit)
                 for branch, keys in branches_of(asked):
                     branches.append(branch)
                     self.outs.append(ScoreOut(len(self.outs), self._found[number], keys))
@@ -149,6 +158,11 @@ class QuestionScores:
         n_open = 2 * info.max_num_seqs
         self.at_once = most if any(prompt.pictures for prompt in prompts) else n_open
         """Sequences that are open at once: enough to keep the engine busy. Pixels are held once."""
+
+    @property
+    def n_options(self) -> int:
+        """Answers that are possible, of all questions together."""
+        return sum(len(asked.labels) for asked in self.asked)
 
     @property
     def n_reused(self) -> int:
@@ -239,14 +253,24 @@ _BEFORE = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
 _BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+class Query(Struct, frozen=True):
+    """A query, and the documents that are scored with it."""
+
+    field: str
+    """The client's name of the query."""
+    text: str
+    documents: dict[str, str]
+    """Documents by the client's names of them."""
+
+
 class Reranker:
     """Prompts of Qwen's rerankers: is a document an answer to a query? Source: the model card of
     Qwen3-Reranker. The query is the prompt, and each document a branch.
     """
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
-        """Raises ApiError (400) for a model that does not know the form."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, model_name: str, limit: int) -> None:
+        """limit: of the context. Raises ApiError (400) for a model that does not know the form."""
+        self._tokenizer, self._limit = tokenizer, limit
         for literal in ("<|im_start|>", "<|im_end|>"):
             if tokenizer.special_id(literal) is None:
                 message = f"{model_name!r} cannot judge documents: its vocabulary has no {literal}"
@@ -256,12 +280,20 @@ class Reranker:
         self._behind = tokenizer.encode(behind, "trusted")
         self._labels = [label_ids(tokenizer, behind, self._behind, label) for label in ("yes", "no")]
 
-    def prompt(self, query: str, documents: Iterable[str], instruction: str | None, most: int | None) -> AskedPrompt:
-        """most: tokens of a document that are read; None: all."""
-        encode = self._tokenizer.encode
-        head = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>:"
-        each = (encode(f" {document}")[:most] for document in documents)
-        return AskedPrompt(self._before + encode(head), [AskedIds(ids + self._behind, self._labels) for ids in each])
+    def prompt(self, query: Query, instruction: str | None, most: int | None) -> AskedPrompt:
+        """most: tokens of a document that are read; None: all. Raises ApiError (400)."""
+        head = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query.text}\n<Document>:"
+        ids = self._before + text_ids(self._tokenizer, head, self._limit, query.field, len(self._before))
+        asked = [
+            AskedIds(self._read(f" {document}", most, field) + self._behind, self._labels, field)
+            for field, document in query.documents.items()
+        ]
+        return AskedPrompt(ids, asked, field=query.field)
+
+    def _read(self, text: str, most: int | None, field: str) -> list[int]:
+        if most is not None and most < self._limit:
+            return self._tokenizer.encode_start(text, most)
+        return text_ids(self._tokenizer, text, self._limit, field)
 
 
 def relevance(logprobs: Sequence[float]) -> float:

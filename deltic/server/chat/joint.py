@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from deltic.engine.messages import EngineInfo, JointQuestion, Request, SamplingParams
-from deltic.server.chat.request import context_limit
+from deltic.server.chat.request import context_limit, text_ids
 from deltic.server.errors import PromptTooLong, bad_request
 from deltic.text import TRUSTED, Tokenizer
 
@@ -68,17 +68,18 @@ def joint_request(tokenizer: Tokenizer, info: EngineInfo, state: Any, asked: Seq
     """The engine's request. Text of the client never becomes a special token. Raises ApiError (400) for a
     state that does not fit with its questions, of which none is left out, and for more than MAX_WORK.
     """
-    ids = (
-        tokenizer.encode(_BEFORE, "trusted") + tokenizer.encode(_text(state)) + tokenizer.encode("\n\nSCHEMA FIELDS:\n")
-    )
+    ids, limit, field = tokenizer.encode(_BEFORE, "trusted"), context_limit(info), "state"
 
     def put(text: str) -> tuple[int, int]:
         begin = len(ids)
-        ids.extend(tokenizer.encode(text))
+        ids.extend(text_ids(tokenizer, text, limit, field, begin))
         return begin, len(ids)
 
+    put(_text(state))
+    put("\n\nSCHEMA FIELDS:\n")
     questions = []
     for i, each in enumerate(asked):
+        field = f"questions.{each.name}"
         put(f"\nFIELD {i + 1}\nID: {each.name}\nTYPE: {each.kind}\nINSTRUCTION: ")
         instruction = put(_text(each.name if each.instruction in (None, "") else each.instruction))
         put("\nALLOWED OPTIONS:\n")
@@ -90,8 +91,8 @@ def joint_request(tokenizer: Tokenizer, info: EngineInfo, state: Any, asked: Seq
         put("END FIELD\n")
         questions.append(JointQuestion(KINDS.index(each.kind), instruction, options))
     ids += tokenizer.encode(_BEHIND, "trusted")
-    if len(ids) >= context_limit(info):
-        raise PromptTooLong("state", len(ids), context_limit(info))
+    if len(ids) >= limit:
+        raise PromptTooLong("state", len(ids), limit)
     n_options = sum(len(each.options) for each in asked)
     if (n_pairs := n_options * len(ids)) > MAX_WORK:
         message = (

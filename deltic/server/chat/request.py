@@ -20,7 +20,7 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.chat.messages import Message, ToolName
 from deltic.server.chat.picture_parts import PictureBounds
 from deltic.server.errors import PromptTooLong, bad_request
-from deltic.text import SamplingDefaults
+from deltic.text import SamplingDefaults, Tokenizer
 
 SHORT_ANSWER = 16
 """Tokens of a completion that asks for no length."""
@@ -271,6 +271,22 @@ def sampling_params(given: dict[str, Any], defaults: SamplingDefaults) -> Sampli
 def context_limit(info: EngineInfo) -> int:
     """Tokens that one sequence may have, prompt and answer together."""
     return min(info.max_model_len, info.n_pages * PAGE_SIZE)
+
+
+def text_ids(tokenizer: Tokenizer, text: str, limit: int, field: str, n_before: int = 0) -> list[int]:
+    """Ids of a client's text, in which nothing is special, behind `n_before` others.
+
+    Raises PromptTooLong where all together are `limit` or more. Of such a text no more is read than that
+    takes.
+    """
+    room = limit - n_before
+    ids, n = list[int](), tokenizer.least_tokens(text, room)
+    if n < room:
+        ids = tokenizer.encode_start(text, room)
+        n = len(ids)
+    if n >= room:
+        raise PromptTooLong(field, n_before + n, limit, at_least=True)
+    return ids
 
 
 def answer_length(asked: Chat | Completion, n_prompt: int, info: EngineInfo, default: int | None) -> int:

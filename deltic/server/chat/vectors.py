@@ -61,8 +61,9 @@ def vector_requests(
         if isinstance(each, str):
             if not is_cut and (n_least := tokenizer.least_tokens(before + each, room + 1)) > room:
                 raise _too_long(name, f"at least {n_least + len(begin) + len(end)}", limit)
-            ids = tokenizer.encode(before + each, "parse")
-            ids = [*begin, *(ids[:room] if is_cut else ids), *end]
+            text = before + each
+            ids = tokenizer.encode_start(text, room, "parse") if is_cut else tokenizer.encode(text, "parse")
+            ids = [*begin, *ids, *end]
         if not ids:
             raise bad_request(name, "is empty. A vector needs at least one token.")
         if len(ids) > limit:
