@@ -188,6 +188,8 @@ class FakeEngineClient:
         self.adapters: Counter[bytes] = Counter(self.info.adapters.values())  # type: ignore[union-attr]
         """How often each key was loaded, and not dropped."""
         self.streams: dict[str, RequestStream] = {}
+        self.n_asked: dict[str, int] = {}
+        """Sequences of each request, by its id."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -221,6 +223,7 @@ class FakeEngineClient:
             request = msgspec.structs.replace(request, pictures=[*request.pictures])
         self.requests.append(request)
         stream = self.streams[request.id] = RequestStream(request, deliver)
+        self.n_asked[request.id] = request.params.n
         for index in range(request.params.n):
             task = asyncio.get_running_loop().create_task(self._run(request, index, stream))
             self._tasks.add(task)
@@ -273,10 +276,8 @@ class FakeEngineClient:
             return  # all have their place
         self.aborts.append((request_id, index))
         if stream := self.streams.get(request_id):
-            for i in range(stream.n_open if index is None else 0):
+            for i in range(self.n_asked[request_id]) if index is None else [index]:
                 stream.push(Output(request_id, i, finish_reason="abort"))
-            if index is not None:
-                stream.push(Output(request_id, index, finish_reason="abort"))
             stream.flush()
 
     async def _run(self, request: Request, index: int, stream: RequestStream) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Iterator
@@ -10,15 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from deltic.engine.messages import MAX_SCORED
+from deltic.engine.messages import MAX_SCORED, Branch, Output, PromptLogprobs, TokenLogprob
 from deltic.server.chat import decisions, joint
 from deltic.server.chat.decisions import AskedIds, branches_of
 from deltic.text import Tokenizer
 from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
+from tests.null.test_http import client_of
 from tests.null.test_http import post as send
 from tests.null.test_picture_doors import seeing, url_of
 from tests.pictures import file_of, rgb
-from tests.waiting import wait_for
+from tests.waiting import until, wait_for
 
 VALUES = {
     **{letter: -float(i) for i, letter in enumerate("ABCD")},
@@ -71,6 +73,11 @@ QUESTIONS = [
 ]
 
 
+def starts(branch: Branch, other: Branch) -> bool:
+    """Whether the other branch is the beginning of this one."""
+    return len(other.ids) < len(branch.ids) and branch.ids[: len(other.ids)] == other.ids
+
+
 def softmax(*values: float) -> list[float]:
     weights = [math.exp(value) for value in values]
     return [weight / sum(weights) for weight in weights]
@@ -93,7 +100,9 @@ def test_each_kind_of_question(engine: FakeEngineClient, url: str) -> None:
     (request,) = engine.requests[-1:]
     n = len(request.prompt_ids)
     assert said["model"] == "fake"
-    assert said["usage"]["input_tokens"] == n + sum(len(branch.ids) for branch in request.branches)
+    # The branches of a question begin with its tokens, which count once.
+    own = [each.ids for each in request.branches if not any(starts(each, other) for other in request.branches)]
+    assert said["usage"]["input_tokens"] == n + sum(map(len, own)) and len(own) == 3 < len(request.branches)
     assert said["usage"]["input_tokens_details"]["cached_tokens"] == 7
     assert said["usage"]["reused_tokens"] == 7 + (len(request.branches) - 1) * (n - 1)
     assert request.params.max_tokens == said["usage"]["output_tokens"] == 0
@@ -139,6 +148,8 @@ def test_many_choices(engine: FakeEngineClient, url: str, n: int) -> None:
     labels = [chr(65 + i) if n <= 26 else chr(65 + i // 26) + chr(65 + i % 26) for i in range(n)]
     expected = softmax(*(sum(score([], ord(letter)) for letter in label) for label in labels))
     assert [entry["probability"] for entry in answer["probabilities"]] == pytest.approx(expected)
+    first = next(request for request in reversed(engine.requests) if request.id.endswith("-0"))
+    assert said["usage"]["input_tokens"] == len(first.prompt_ids) + len(first.branches[0].ids), "read once"
 
 
 def test_four_hundred_questions_share_their_input_and_leave_room(engine: FakeEngineClient, url: str) -> None:
@@ -156,11 +167,11 @@ def test_four_hundred_questions_share_their_input_and_leave_room(engine: FakeEng
     engine.submit = watched  # type: ignore[method-assign]
     assert len(said["answers"]) == 400
     sent = engine.requests[before:]
-    assert sum(len(request.branches) for request in sent) == 1200  # "yes" and "no" have more tokens than one here
-    assert engine.info is not None and most <= 3 * engine.info.max_num_seqs
-    assert (
-        said["usage"]["input_tokens"] < len(sent[0].prompt_ids) + sum(len(b.ids) for r in sent for b in r.branches) + 1
-    )
+    branches = [branch for request in sent for branch in request.branches]
+    assert len(branches) == 1200  # "yes" and "no" have more tokens than one here
+    assert engine.info is not None and most == 2 * engine.info.max_num_seqs
+    own = sum(len(branch.ids) for branch in branches[::3])
+    assert said["usage"]["input_tokens"] == len(sent[0].prompt_ids) + own
     assert post(f"{url}/v1/decisions", 400, input="x", questions=questions + questions[:1])["param"] == "questions"
 
 
@@ -306,7 +317,7 @@ def test_probabilities_of_what_is_most_unlikely() -> None:
 
 
 def test_pictures_of_the_input(url: str) -> None:
-    """Each group of questions has the input's pictures, and the next follows when one has ended."""
+    """Each group of questions has the input's pictures."""
     engine = seeing()
     engine.score = score
     with served(make_app(engine, PICTURE_TEMPLATE)) as seen:
@@ -316,6 +327,80 @@ def test_pictures_of_the_input(url: str) -> None:
     assert len(said["answers"]) == 18 and len(engine.requests) > 1
     assert all(len(request.pictures) == 1 for request in engine.requests)
     assert engine.requests[0].pictures[0].first < len(engine.requests[0].prompt_ids)
+
+
+def end_branch(engine: FakeEngineClient, index: int) -> None:
+    """Ends a branch of the last request, whatever the engine holds."""
+    request = engine.requests[-1]
+    entries = PromptLogprobs()
+    entries.extend([TokenLogprob(id, -1.0) for _, id in request.branches[index].scored])
+    stream = engine.streams[request.id]
+    stream.push(Output(request.id, index, finish_reason="length", prompt_logprobs=entries))
+    stream.flush()
+
+
+@pytest.mark.parametrize("end", ["done", "left", "left later", "died", "died later"])
+def test_pixels_of_groups_of_questions_have_room_once(end: str) -> None:
+    """The next group follows when all of the one before have ended; however all of it ends, the room is given back."""
+    engine = seeing(max_num_seqs=8)
+    engine.hold = True
+    app = make_app(engine, PICTURE_TEMPLATE)
+    (service,) = app.state.server.models.values()
+
+    async def go() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            content = [{"type": "input_image", "image_url": url_of(file_of(rgb(), "PNG"))}]
+            body = {"input": [{"role": "user", "content": content}], "questions": QUESTIONS[1:2] * 10}
+            ask = asyncio.create_task(client.post("/v1/decisions", json=body))
+            taken = 0
+            for n_groups, n in enumerate((4, 4, 2), 1):
+                await until(lambda n_groups=n_groups: len(engine.requests) == n_groups)  # type: ignore[misc]
+                taken = taken or service.pixels._taken.total()
+                for index in range(n):
+                    assert service.pixels._taken.total() == taken > 0 and len(engine.requests) == n_groups
+                    if index and end == ("left later" if n_groups == 2 else "left"):
+                        ask.cancel()
+                        await asyncio.wait([ask])
+                        return
+                    if index and end == ("died later" if n_groups == 2 else "died"):
+                        engine.state = "restarting"
+                        engine.streams[engine.requests[-1].id].end("error", "the engine process ended")
+                        assert (await ask).status_code == 503
+                        return
+                    end_branch(engine, index)
+            assert (await ask).status_code == 200
+
+    async def all_of_it() -> None:
+        await go()
+        await until(lambda: not service.pixels._taken.total())
+        engine.hold = False
+
+    asyncio.run(all_of_it())
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+def test_a_full_queue_does_not_throw_away_what_was_answered(wait_s: float) -> None:
+    """Others fill the queue as the last of its own ends: the rest waits for a place, as long as a request may."""
+    engine = FakeEngineClient()
+    engine.hold = True
+
+    async def go() -> None:
+        async with client_of(engine, queue_timeout_s=wait_s) as client:
+            body = {"input": "x", "questions": QUESTIONS[1:2] * 50}
+            ask = asyncio.create_task(client.post("/v1/decisions", json=body))
+            await until(lambda: engine.n_open == 32)
+            engine.max_open, engine.hold = 0, False
+            await until(lambda: not engine.n_open)
+            if wait_s:
+                said = await ask
+                assert (said.status_code, said.json()["error"]["code"]) == (503, "queue_timeout")
+                return
+            await asyncio.sleep(0.3)
+            assert not ask.done() and sum(len(request.branches) for request in engine.requests) == 32
+            engine.max_open = None
+            assert len((await ask).json()["answers"]) == 50
+
+    asyncio.run(go())
 
 
 def test_a_joint_head_answers_systemone() -> None:

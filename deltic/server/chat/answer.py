@@ -105,6 +105,8 @@ class WayOut:
         self.n_tokens = 0
         """Generated tokens, the one that ended it included."""
         self.n_reasoning_tokens = 0
+        self.n_asked = 0
+        """Tokens behind the prompt that count as read."""
         self.finish_reason: str | None = None
         self.last_s: float | None = None
         """time.monotonic() of its last tokens, for who takes them."""

@@ -139,9 +139,11 @@ class QuestionScores:
                 if longest > limit:
                     field = asked.field if len(prompt.ids) < limit else ""
                     raise PromptTooLong(field or prompt.field, longest, limit)
+                first = len(self.outs)
                 for branch, keys in branches_of(asked):
                     branches.append(branch)
                     self.outs.append(ScoreOut(len(self.outs), self._found[number], keys))
+                self.outs[first].n_asked = len(asked.ids)  # once, though each branch reads them
                 number += 1
             for start in range(0, len(branches), most):
                 group = branches[start : start + most]
@@ -155,9 +157,8 @@ class QuestionScores:
                         pictures=[*prompt.pictures],
                     )
                 )
-        n_open = 2 * info.max_num_seqs
-        self.at_once = most if any(prompt.pictures for prompt in prompts) else n_open
-        """Sequences that are open at once: enough to keep the engine busy. Pixels are held once."""
+        self.at_once = 2 * info.max_num_seqs
+        """Sequences that are open at once: enough to keep the engine busy."""
 
     @property
     def n_options(self) -> int:

@@ -24,6 +24,9 @@ from deltic.server.errors import RETRY_LATER, ApiError, waited_too_long
 from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
 from deltic.server.metrics import Metrics
 
+RETRY_S = 0.1
+"""Seconds after which a full queue is tried again."""
+
 
 class Generation:
     """Requests of the engine that make one answer. Its choices are those of the first prompt's sequences,
@@ -41,8 +44,8 @@ class Generation:
         at_once: int | None = None,
     ) -> None:
         """ticket: of the HTTP request that is answered; it learns what the answer took. adapter: the one that
-        is applied. at_once: sequences that may be open at once; the others follow when some have ended. None:
-        all.
+        is applied. at_once: sequences that may be open at once, at least those of one request; the others
+        follow when some have ended. None: all.
         """
         self._client = client
         self._ticket = ticket
@@ -107,12 +110,16 @@ class Generation:
             self._end()
 
     def _submit(self) -> None:
-        """Submits what may be open now. Raises as `EngineClient.submit`, unless some of it is open: then the
-        rest follows.
+        """Submits what may be open now. Raises as `EngineClient.submit`, unless the queue is full and some of
+        it was submitted before: then the rest follows. Raises ApiError (503) if that waited too long.
         """
-        while len(self._submitted) < len(self._requests) and self._n_running < (self._at_once or math.inf):
+        while len(self._submitted) < len(self._requests):
             p = len(self._submitted)
             request = self._requests[p]
+            if self._n_running + request.params.n > (self._at_once or math.inf):
+                return
+            if self._n_seeing and request.pictures:
+                return  # the room for pixels has them once
             request.tenant = self._ticket.turns
             request.namespace = self._ticket.namespace
             if self._client.config.trace is not None:
@@ -124,24 +131,37 @@ class Generation:
             try:
                 self._client.submit(request, partial(self._deliver, p))
             except QueueFull:
-                if self._at_once and self._n_running:
-                    return
-                raise
+                if not (self._at_once and self._submitted):
+                    raise
+                if not self._n_running:  # none of its own will end and make room
+                    wait_s = self._ticket.queue_timeout_s
+                    if wait_s and time.monotonic() - self._last_s > wait_s:
+                        self._unfinished = "queue_timeout"
+                        raise waited_too_long(wait_s) from None
+                    asyncio.get_running_loop().call_later(RETRY_S, self._go_on)
+                return
             self._submitted.append(request)
             self._n_running += request.params.n
             if request.pictures and self._ticket.held is not None:
                 self._n_seeing = request.params.n
-                self._ticket.held.enter()
+                self._ticket.held.enter()  # until the last of them has ended
             self._metrics.n_pictures += len(request.pictures)
             self._metrics.n_picture_tokens += sum(picture.n_tokens for picture in request.pictures)
             request.pictures.clear()  # they are the engine's now, and large
 
+    def _go_on(self) -> None:
+        """Submits more, unless all is over. An error is `run`'s."""
+        if not self._ended.done():
+            try:
+                self._submit()
+            except Exception as error:
+                self._ended.set_exception(error)
+
     @property
     def _n_prompt(self) -> int:
-        """Tokens of the prompts, each of which counts once, and of all branches."""
+        """Tokens of the prompts, each of which counts once, and of what is asked behind them."""
         lengths = {id(request.prompt_ids): len(request.prompt_ids) for request in self._requests}
-        own = sum(len(branch.ids) for request in self._requests for branch in request.branches)
-        return sum(lengths.values()) + own
+        return sum(lengths.values()) + sum(choice.n_asked for choice in self._choices)
 
     def _end_if_waiting(self) -> None:
         """Ends the answer if its first prompt waits: of several the first has its place first."""
@@ -189,10 +209,7 @@ class Generation:
         if not self._n_open:
             ended.set_result(None)
         elif len(self._submitted) < len(self._requests):
-            try:
-                self._submit()
-            except Exception as error:
-                ended.set_exception(error)
+            self._go_on()
 
     def _take(self, p: int, output: Output, now_s: float) -> Update | None:
         choice = self._choices[self._first[p] + output.index]
