@@ -12,7 +12,7 @@ import pytest
 
 from deltic.engine.messages import EmbedderInfo
 from deltic.text import Tokenizer
-from tests.fake_engine import FakeEngineClient
+from tests.fake_engine import FakeEngineClient, make_app
 from tests.null.test_http import client_of, post
 
 
@@ -54,7 +54,16 @@ def test_what_is_asked_of_a_vector_holds(embedder: FakeEngineClient) -> None:
 
 def test_more_texts_than_run_at_once_are_answered(embedder: FakeEngineClient) -> None:
     """Those that run at once are 16 here, and 272 that may be open: langchain sends 1,000."""
+    n_open: list[int] = []
+    submit = embedder.submit
+
+    def watched(request: Any, deliver: Any) -> None:
+        n_open.append(embedder.n_open)
+        submit(request, deliver)
+
+    embedder.submit = watched  # type: ignore[method-assign]
     answer = embed(embedder, ["a" * (1 + i % 50) for i in range(1000)]).json()
+    assert n_open == [*range(16)] + [15] * 984, "the next one follows as soon as one has ended"
     assert [each["embedding"][0] for each in answer["data"]] == [1 + i % 50 for i in range(1000)]
     assert "Send at most 2048" in refused(embed(embedder, ["a"] * 2049))
 
@@ -125,6 +134,37 @@ def test_ollamas_forms(embedder: FakeEngineClient) -> None:
         assert answer.status_code == 400 and answer.json().keys() == {"error"}
     shown = post(embedder, "/api/show", {"model": "fake"}).json()
     assert "embedding" in shown["capabilities"] and "completion" not in shown["capabilities"]
+
+
+def test_what_an_engine_that_fails_took_is_what_the_key_paid(embedder: FakeEngineClient) -> None:
+    """It fails at the 20th of 40 texts."""
+    submit = embedder.submit
+
+    def fail() -> None:
+        embedder.state = "restarting"
+        embedder.streams[embedder.requests[19].id].end("error", "the engine process ended")
+
+    def failing(request: Any, deliver: Any) -> None:
+        submit(request, deliver)
+        if len(embedder.requests) == 20:
+            asyncio.get_running_loop().call_soon(fail)
+
+    embedder.submit = failing  # type: ignore[method-assign]
+    app = make_app(embedder, api_key=("alice=a",))
+    account = app.state.server.accounts.named("alice")
+    paid: list[int] = []
+    account.take = paid.append
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers = {"authorization": "Bearer a"}
+            assert (
+                await client.post("/v1/embeddings", json={"input": ["abc"] * 40}, headers=headers)
+            ).status_code == 503
+
+    asyncio.run(go())
+    assert account.numbers.n_prompt_tokens == sum(paid) == 120
 
 
 def test_the_tokens_of_texts_are_the_keys(embedder: FakeEngineClient) -> None:

@@ -55,7 +55,7 @@ async def embeddings(service: Service, request: Request) -> ASGIApp:
         asked = await preparation.parse(EmbeddingRequest)
         service.check_model(asked.model)
         requests = await preparation.run(prepare, asked)
-    vectors, usage = await vectors_of(service, request, requests)
+    vectors, usage = await vectors_of(service, request, requests, info)
     write = in_base64 if asked.encoding_format == "base64" else numbers
     items = ({"object": "embedding", "index": i, "embedding": write(vector)} for i, vector in enumerate(vectors))
     counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
@@ -80,26 +80,21 @@ def check_number(n: int) -> None:
         raise bad_request("input", f"has {n} entries. Send at most {MAX_INPUTS} at once.")
 
 
-async def vectors_of(service: Service, request: Request, requests: list[engine.Request]) -> tuple[list[bytes], Usage]:
+async def vectors_of(
+    service: Service, request: Request, requests: list[engine.Request], info: engine.EngineInfo
+) -> tuple[list[bytes], Usage]:
     """Vectors, float32, in the order of the requests, and what they took. As many are in the engine at once
     as it can run.
 
     Raises ApiError, ClientDisconnect.
     """
-    ticket, info, vectors, whole = request.scope[TICKET], service.client.info, list[bytes](), Usage(0, 0, 0, 0, {})
     request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0] if requests else "-"
-    at_once = info.max_num_seqs if info else 1
-    for begin in range(0, len(requests), at_once):
-        some = requests[begin : begin + at_once]
-        outs = [VectorOut(i) for i in range(len(some))]
-        generation = Generation(service.client, service.metrics, some, outs, ticket, service.adapter)
+    outs = [VectorOut(i) for i in range(len(requests))]
+    ticket, n = request.scope[TICKET], info.max_num_seqs
+    generation = Generation(service.client, service.metrics, requests, outs, ticket, service.adapter, n)
+    if requests:
         await unless_disconnected(request.receive, generation.run(lambda updates: None))
-        usage = generation.usage()
-        whole.prompt_tokens += usage.prompt_tokens
-        whole.cached_tokens += usage.cached_tokens
-        vectors += [out.vector for out in outs]
-    ticket.usage = whole
-    return vectors, whole
+    return [out.vector for out in outs], generation.usage()
 
 
 def numbers(vector: bytes) -> msgspec.Raw:

@@ -101,7 +101,7 @@ async def _embedded(service: Service, request: Request, kind: type[E]) -> tuple[
             check_number(len(given))
             dimensions, is_cut = asked.dimensions, asked.truncate is not False
         requests = await preparation.run(vector_requests, service.tokenizer, info, given, dimensions, is_cut=is_cut)
-    vectors, usage = await vectors_of(service, request, requests)
+    vectors, usage = await vectors_of(service, request, requests, info)
     return asked, vectors, usage, time.monotonic() - begun_s
 
 
