@@ -689,9 +689,8 @@ def prepare_decisions(
         body = {"messages": _sendable(messages, files), "enable_thinking": False}
         chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
         prompt = render(llm._template, chat, pictures=llm._pictures(chat, files), is_asked=True)
-        scores, prepared = llm.prepare_asked(
-            [asked_prompt(llm.tokenizer, prompt, shown, context_limit(llm.info))], options
-        )
+        behind = asked_prompt(llm.tokenizer, prompt, shown, context_limit(llm.info))
+        scores, prepared = llm.prepare_asked([behind], options)
     except msgspec.ValidationError as error:
         fault = decode.fault_of(error)
         raise ValueError(f"{fault.path}: {fault.reason}") from None
