@@ -55,6 +55,11 @@ def verify(arguments: argparse.Namespace, config: EngineConfig) -> int:
         raise ConfigError(
             f"--max-model-len {config.max_model_len}: give {LAYER_TOKENS + bits.N_TIMED} or more, or leave it out"
         )
+    if arguments.out is not None:
+        try:
+            Path(arguments.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {arguments.out}: {error_text(error)}. Give a directory to write to.") from None
     urls = [each for each in arguments.against if "://" in each]
     others = [each for each in arguments.against if "://" not in each]
     if len(urls) > 1 or len(others) > 1:
@@ -82,7 +87,6 @@ def verify(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(page.text())
     if arguments.out is not None:
         stem = Path(arguments.out) / f"verify-{Path(files.name).name}"
-        stem.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{stem}.md").write_text(page.text(), encoding="utf-8")
         Path(f"{stem}.json").write_text(json.dumps(page.json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return int(page.verdict == "wrong")

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deltic.__main__ import main
 from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.verify import servers
 from deltic.verify.bits import N_TIMED, check_logprobs, check_speed
@@ -171,3 +173,11 @@ def test_several_tokens_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -
     check = Check("speed")
     check_speed(engine, [1, 2], 21.0, check, lambda stage, done: None)
     assert check.figures["decode"] == [(N_TIMED - 1) / 3] * 3 and check.verdict == "ok"
+
+
+def test_a_place_for_the_page_is_looked_at_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "a-file"
+    taken.write_text("")
+    assert main(["verify", "--out", str(taken)]) == 2
+    told = capsys.readouterr()
+    assert not told.out and "Give a directory to write to." in told.err and "Traceback" not in told.err
