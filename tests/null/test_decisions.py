@@ -14,6 +14,7 @@ import pytest
 from deltic.engine.messages import MAX_SCORED, Branch, Output, PromptLogprobs, TokenLogprob
 from deltic.server.chat import decisions, joint
 from deltic.server.chat.decisions import AskedIds, branches_of
+from deltic.server.chat.template import Prompt
 from deltic.text import Tokenizer
 from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import client_of
@@ -150,6 +151,23 @@ def test_many_choices(engine: FakeEngineClient, url: str, n: int) -> None:
     assert [entry["probability"] for entry in answer["probabilities"]] == pytest.approx(expected)
     first = next(request for request in reversed(engine.requests) if request.id.endswith("-0"))
     assert said["usage"]["input_tokens"] == len(first.prompt_ids) + len(first.branches[0].ids), "read once"
+
+
+@pytest.mark.parametrize("n", [27, 255])
+@pytest.mark.parametrize("n_single", [676, 400, 200])
+def test_labels_of_many_choices_are_single_tokens(n: int, n_single: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the vocabulary has enough of them: each other one would read the whole question again."""
+    several = set(sorted(decisions.PAIRS, key=lambda pair: (pair[1], pair[0]))[n_single:])
+    monkeypatch.setattr(
+        decisions, "_ids_behind", lambda tokenizer, text, ids, label: tuple(label.encode())[: 1 + (label in several)]
+    )
+    question = decisions.question_of("choice", "Which?", [f"option {i}" for i in range(n)], "questions[0]")
+    prompt = Prompt([1, 2], [], False)
+    (asked,) = decisions.asked_prompt(byte_tokenizer(), prompt, [question], 100_000).asked
+    labels = [pair for pair in decisions.PAIRS if pair not in several][:n]
+    labels = labels if len(labels) == n else decisions.PAIRS[:n]
+    assert bytes(asked.ids).decode().splitlines()[1:-1] == [f"{label}: option {i}" for i, label in enumerate(labels)]
+    assert max(map(len, asked.labels)) == (1 if n <= n_single else 2)
 
 
 def test_four_hundred_questions_share_their_input_and_leave_room(engine: FakeEngineClient, url: str) -> None:

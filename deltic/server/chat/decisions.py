@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import product
+from functools import cache, partial
+from itertools import islice, product
 from string import ascii_uppercase
 from typing import Literal
 
@@ -44,33 +45,45 @@ Kind = Literal["predicate", "choice", "score"]
 Label = tuple[int, ...]
 
 
+PAIRS = [*map("".join, product(ascii_uppercase, repeat=2))]
+
+
 class ShownQuestion(Struct, frozen=True):
     """A question, as it is shown to the model."""
 
-    text: str
+    instructions: str
+    options: Sequence[str]
+    """Meanings of the labels, in their order; "" of one that has none."""
     labels: Sequence[str]
-    """The answers, one of which the model would begin with."""
+    """The answers, one of which the model would begin with: all of them, or those to choose from."""
+    n: int
+    """The number of answers."""
+    form: str
+    """Name of what the model answers with."""
     field: str
     """The client's name of it."""
+
+    def text(self, labels: Sequence[str]) -> str:
+        """The question with these labels."""
+        lines = [f"{label}: {option}" for label, option in zip(labels, self.options, strict=False) if option]
+        return "\n".join([self.instructions, *lines, f"Answer with {self.form} only."])
 
 
 def question_of(kind: Kind, instructions: str, options: Sequence[str], field: str) -> ShownQuestion:
     """The question of a kind. options: of a choice or a score, in their order, with their descriptions; of a
     predicate what yes and no mean, if that was said. field: the client's name of the question.
     """
-    if kind == "predicate":
-        labels: Sequence[str] = ("yes", "no")
-        lines, form = [f"Is this true of what stands above? {instructions}"], "yes or no"
-    else:
-        lines = [instructions]
-        labels, form = [str(i) for i in range(len(options))], "the number of one level"
-        if kind == "choice":
-            is_few = len(options) <= len(ascii_uppercase)
-            letters = product(ascii_uppercase, repeat=1 if is_few else 2)
-            labels = ["".join(each) for each, _ in zip(letters, options, strict=False)]
-            form = "the letter of one option" if is_few else "the two letters of one option"
-    lines += [f"{label}: {option}" for label, option in zip(labels, options, strict=False) if option]
-    return ShownQuestion("\n".join([*lines, f"Answer with {form} only."]), labels, field)
+    n = len(options)
+    match kind:
+        case "predicate":
+            instructions = f"Is this true of what stands above? {instructions}"
+            return ShownQuestion(instructions, options, ("yes", "no"), 2, "yes or no", field)
+        case "score":
+            levels = [str(i) for i in range(n)]
+            return ShownQuestion(instructions, options, levels, n, "the number of one level", field)
+    if n <= len(ascii_uppercase):
+        return ShownQuestion(instructions, options, ascii_uppercase[:n], n, "the letter of one option", field)
+    return ShownQuestion(instructions, options, PAIRS, n, "the two letters of one option", field)
 
 
 class AskedIds(Struct, frozen=True):
@@ -101,24 +114,33 @@ def asked_prompt(tokenizer: Tokenizer, prompt: Prompt, questions: Iterable[Shown
     if "<think>" in tail.rpartition("</think>")[2]:
         tail += "\n</think>\n\n"  # the answer comes without a thought
     rest = tokenizer.encode(tail, "trusted")
-    known: dict[str, Label] = {}
+    known = cache(partial(_ids_behind, tokenizer, tail, rest))
     asked = []
     for question in questions:
-        for label in question.labels:
-            if label not in known:
-                known[label] = label_ids(tokenizer, tail, rest, label)
-        ids = text_ids(tokenizer, question.text, limit, question.field) + rest
-        asked.append(AskedIds(ids, [known[label] for label in question.labels], question.field))
+        labels = question.labels
+        if len(labels) > question.n:  # a label of one token needs no branch of its own
+            single = [*islice((label for label in labels if len(known(label)) == 1), question.n)]
+            labels = single if len(single) == question.n else labels[: question.n]
+        ids = text_ids(tokenizer, question.text(labels), limit, question.field) + rest
+        asked.append(
+            AskedIds(ids, [known(label) or label_ids(tokenizer, tail, rest, label) for label in labels], question.field)
+        )
     return AskedPrompt(prompt.ids, asked, prompt.boundaries, prompt.pictures, "messages")
 
 
 def label_ids(tokenizer: Tokenizer, text: str, ids: list[int], label: str) -> Label:
     """The ids of a label behind a text, whose own ids they leave as they are. Raises ApiError (400)."""
-    whole = tokenizer.encode(text + label, "trusted")
-    if whole[: len(ids)] != ids or len(whole) == len(ids):
+    own = _ids_behind(tokenizer, text, ids, label)
+    if not own:
         message = f"this model cannot decide: where its answers begin, {label!r} is not a token of its own"
         raise bad_request("model", message, "unsupported_model")
-    return tuple(whole[len(ids) :])
+    return own
+
+
+def _ids_behind(tokenizer: Tokenizer, text: str, ids: list[int], label: str) -> Label:
+    """The ids of a label behind a text; none where those of the text would be others."""
+    whole = tokenizer.encode(text + label, "trusted")
+    return tuple(whole[len(ids) :]) if whole[: len(ids)] == ids else ()
 
 
 class QuestionScores:
