@@ -335,7 +335,9 @@ def test_models_of_others_are_named_as_what_they_are(config: dict[str, Any], sai
     assert refusal.value.field in config and refusal.value.found in config.values()
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5ForSequenceClassification", "Qwen3NextModel", "NobodyKnowsForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5ForSequenceClassification", "Qwen3NextForQuestionAnswering", "NobodyKnowsForCausalLM"]
+)
 def test_what_is_not_known_is_not_guessed(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"config field 'architectures': found \['{name}'\]; supported: "):
         ModelShape.from_config({"architectures": [name]})
