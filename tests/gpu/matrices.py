@@ -20,12 +20,19 @@ def in_rows(w: Tensor) -> Matrix:
     return Matrix(n, k, (Segment(n, k, WEIGHT_FORMATS["bf16"], "rows", data),))
 
 
+def e4m3_scales(blocks: Tensor) -> Tensor:
+    """The least powers of two, at least 2^-119, that leave 448 or less of each block of float32, [..., block].
+    They are made of bits: a GPU's log2 of a power of two is not always a whole number.
+    """
+    most, exponent = torch.frexp(blocks.abs().amax(-1))
+    exponent = (exponent - 9 + (most > 448 / 512)).masked_fill(most == 0, -119).clamp(min=-119)
+    return (exponent.int() + 127 << 23).view(torch.float32)
+
+
 def e4m3_rows(x: Tensor, block_k: int = 0) -> Tensor:
     """float64: rows as they are multiplied with e4m3 (ops/gpu/fp8.py), by blocks of so many columns."""
     blocks = x.float().reshape(len(x), -1, block_k or k_block(x.shape[1]))
-    scale = torch.exp2(
-        torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True).double() / 448)).clamp(min=-119)
-    ).float()
+    scale = e4m3_scales(blocks)[..., None]
     return ((blocks / scale).to(torch.float8_e4m3fn).double() * scale.double()).view(x.shape)
 
 
@@ -47,8 +54,7 @@ def assert_rounded(made: Operand) -> None:
     codes, scales = made.codes.codes[: n * k].view(n, k), made.codes.scale[: n * (k // block_k)].view(-1, n).t()
     used = ~made.rows.isnan().any(1)
     blocks = made.rows[used].float().unflatten(1, (-1, block_k))
-    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).double() / 448)).clamp(min=-119)
-    assert torch.equal(scales[used], torch.exp2(exponent).float())
+    assert torch.equal(scales[used], e4m3_scales(blocks))
     expected = (blocks / scales[used][:, :, None]).to(torch.float8_e4m3fn).flatten(1).view(torch.uint8)
     is_normal = (blocks.abs() >= 2.0**-126).flatten(1) | (expected & 0x7F == 0)  # others are the interpreter's own
     assert torch.equal(codes[used][is_normal], expected[is_normal])

@@ -357,9 +357,9 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     n_rows: list[int] = []
     forward = GpuTextRunner._forward
 
-    def counting(self: GpuTextRunner, chunks: list[Chunk]) -> None:
+    def counting(self: GpuTextRunner, chunks: list[Chunk]) -> int:
         n_rows.append(len(chunks))
-        forward(self, chunks)
+        return forward(self, chunks)
 
     monkeypatch.setattr(GpuTextRunner, "_forward", counting)
     return n_rows

@@ -211,7 +211,8 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
     none of a number of rows that is no multiple of 4.
     """
     vendors(device)
-    monkeypatch.setattr(hopper, "FEWEST", 1 << 30)
+    for name in ("FEWEST", "FEWEST_SWIGLU"):
+        monkeypatch.setattr(hopper, name, 1 << 30)
     k = 512
     w, _ = put(device, 512, k, (512, "fp8"))
     in_one_block(w)
