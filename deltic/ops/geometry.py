@@ -109,10 +109,40 @@ class GdnHeads:
     k_dim: int
     v_dim: int
     tiled: bool = False
+    sigmoid_gate: bool = False
+    """True if the norm behind it is gated by sigmoid(z), not by SiLU."""
 
     @property
     def channels(self) -> int:
         return 2 * self.n_k * self.k_dim + self.n_v * self.v_dim
+
+
+@dataclass(frozen=True)
+class IndexHeads:
+    """Geometry of the index over an attention layer's keys: query heads and one key head of this width,
+    groups of `ratio` tokens that share a key, and tokens of whole groups that a token attends to, at most.
+
+    A projection row is q | k.
+    """
+
+    n_q: int
+    dim: int
+    ratio: int
+    budget: int
+
+    @property
+    def row(self) -> int:
+        return (self.n_q + 1) * self.dim
+
+    @property
+    def n_groups(self) -> int:
+        """Whole groups that a token attends to, at most."""
+        return self.budget // self.ratio
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page's part of the index: a key of each token, then one of each group."""
+        return PAGE_SIZE + PAGE_SIZE // self.ratio
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial as bound
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import Drafts, Rows, StateSlots, Windows, window_rows
+from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
 from tests.gpu.matrices import assert_rounded, poisoned
@@ -426,6 +427,35 @@ def test_blocks_that_are_no_heads_are_rounded_by_a_kernel_of_their_own(device: s
     assert launches.n == 1
     assert torch.equal(other.step(block_k=GROUPED[0].v_dim // 2).view(torch.int16), by_heads.view(torch.int16))
     assert launches.n == 3
+
+
+def test_the_gate_may_be_a_sigmoid(device: str) -> None:
+    """In the place of SiLU, which is z times as large; of a decode with drafts, too (tests/gpu/test_gpu_gdn_prefill.py: of a prefill)."""
+    for step in (Case.step, drafted):
+        case = make(SMALL[0], [3, 1], [2, 0], device=device)
+        z = case.proj[0, :, case.heads.channels :][:, : case.heads.n_v * case.heads.v_dim]
+        plain = step(case.part([0, 1]))
+        case.heads = replace(case.heads, sigmoid_gate=True)
+        torch.testing.assert_close((step(case) * z).float(), plain.float(), rtol=2**-6, atol=1e-3)
+
+
+def drafted(case: Case) -> Tensor:
+    """A step of rows of one token each by the kernel of drafts."""
+    n, device = len(case.state_slots), case.proj.device
+    out = torch.zeros((n, case.heads.n_v * case.heads.v_dim), dtype=torch.bfloat16, device=device)
+    state_slot, position, none, one = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in (case.state_slots, case.positions, [0] * n, [1] * n)
+    )
+    windows = Windows(
+        torch.zeros(8, window_rows(2), case.heads.channels, dtype=torch.bfloat16, device=device),
+        torch.zeros(8, window_rows(2), 2 * case.heads.n_v, device=device),
+    )
+    gdn_decode(
+        case.proj, case.heads, case.weights, EPS,
+        rows=Rows(state_slot, state_slot, position, drafts=Drafts(none, none, one, none)),
+        memory=StateSlots(case.columns[:, LAYER], case.states[:, LAYER], LAYER, windows), out=Operand(out, None),
+    )  # fmt: skip
+    return out
 
 
 def test_contract(device: str) -> None:

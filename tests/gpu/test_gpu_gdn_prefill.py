@@ -366,6 +366,20 @@ def test_strong_decay(device: str) -> None:
     assert error(m.states[0], state) < TOLERANCE
 
 
+def test_the_gate_may_be_a_sigmoid(device: str) -> None:
+    """In the place of SiLU, which is z times as large."""
+    heads = GdnHeads(n_k=1, n_v=2, k_dim=16, v_dim=16)
+    proj = proj_of(heads, 5, device)
+    z = proj[:, heads.channels : heads.channels + heads.n_v * heads.v_dim].float()
+    outs = [
+        run([Part(proj, 0, 0, 0)], dataclasses.replace(heads, sigmoid_gate=gate), memory(heads, 1, device), device)[
+            0
+        ].float()
+        for gate in (False, True)
+    ]
+    torch.testing.assert_close(outs[1] * z, outs[0], rtol=2**-6, atol=1e-3)
+
+
 def test_refuses(device: str) -> None:
     heads = GdnHeads(2, 3, 16, 16)
     with pytest.raises(ValueError, match="Hv % Hk"):

@@ -205,7 +205,7 @@ def rotated(
 
 
 @triton.jit
-def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
+def attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
     """Takes one tile of keys into the running maximum, sum and output. b_v [D, PAGE]; b_old [PAGE, 1]: which
     keys are there.
     """
@@ -378,7 +378,7 @@ def _gate(p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
-def _finish(
+def finish(
     b_o, b_sum, b_gate, p_out, p_codes, p_scale, scale_step, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr
 ):
@@ -457,16 +457,43 @@ def _keys_decode_kernel(
         )
 
 
+@triton.jit
+def read_keys(p_chosen, position, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
+    """Keys that the token at `position` reads of a context whose groups may be chosen, and 1 if its own is
+    the last of them, else 0: a group that is whole with it may be left out.
+    """
+    n_groups, n_behind = (position + 1) // RATIO, (position + 1) % RATIO
+    chooses = n_groups > CHOSEN
+    last = tl.load(p_chosen + CHOSEN - 1, mask=chooses, other=0)
+    has_own = (n_behind > 0) | (last == position // RATIO) | (chooses == 0)
+    return tl.where(chooses, CHOSEN * RATIO + n_behind, position + 1), has_own.to(tl.int32)
+
+
+@triton.jit
+def key_places(
+    p_chosen, p_table, o_key, position, stride_page, D: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
+    RATIO: tl.constexpr,
+):
+    """int64: where the o_key-th of these keys lies in plain pages, before a page's other heads and values."""
+    n_groups, i = (position + 1) // RATIO, o_key // RATIO
+    is_chosen = (n_groups > CHOSEN) & (i < CHOSEN)
+    b_group = tl.load(p_chosen + i, mask=is_chosen, other=0)
+    b_group = tl.where(is_chosen, b_group, tl.where(n_groups > CHOSEN, n_groups, i))
+    b_token = tl.minimum(b_group * RATIO + o_key % RATIO, position)
+    return tl.load(p_table + b_token // PAGE).to(tl.int64) * stride_page + b_token % PAGE * D
+
+
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
     p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_ahead, p_table,
-    p_pages, p_output, p_weight, p_arrived, p_out, p_codes, p_scale, eps, scale,
+    p_chosen, p_pages, p_output, p_weight, p_arrived, p_out, p_codes, p_scale, eps, scale,
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
     FAN: tl.constexpr, LOG_FAN: tl.constexpr, PROGRAMS: tl.constexpr, LONG: tl.constexpr, GATED: tl.constexpr,
-    DRAFTS: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    DRAFTS: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    RATIO: tl.constexpr, PDL: tl.constexpr,
 ):
     """Attends with one split of a row, for one key head, a program."""
     G: tl.constexpr = NQ // NK
@@ -475,7 +502,14 @@ def _attention_decode_kernel(
 
     # how the row is cut: of its length alone
     position = tl.load(p_position + i_row)
+    n_old = position
     n_tiles = position // PAGE + 1
+    has_own = 1
+    if p_chosen is not None:  # by the kernel in front
+        wait_for_front(PDL)
+        p_chosen += i_row.to(tl.int64) * CHOSEN
+        n_keys, has_own = read_keys(p_chosen, position, CHOSEN, RATIO)
+        n_old, n_tiles = n_keys - has_own, (n_keys - 1) // PAGE + 1
     n_tiles = tl.where(tl.load(p_state_slot + i_row) >= 0, n_tiles, 0)
     split_tiles = tl.maximum((n_tiles + MOST - 1) // MOST, tl.where(n_tiles <= FEW, 1, FEW_TILES))
     n_splits = (n_tiles + split_tiles - 1) // split_tiles
@@ -519,9 +553,9 @@ def _attention_decode_kernel(
         # pages were written in earlier steps, but for the new token: they may be asked for before the wait
         first = i_chunk * chunk * split_tiles
         last = tl.minimum(first + chunk * split_tiles, n_tiles) - 1
-        page = tl.load(p_table + last)
+        page = tl.load(p_table + (position // PAGE if p_chosen is not None else last))
         p_page = p_pages + page.to(tl.int64) * stride_page
-        if PDL:
+        if PDL and p_chosen is None:
             _ask_for(p_page, i_kv, KV, NK, D, PAGE)
         b_turn, b_turn_other = turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
         wait_for_front(PDL)
@@ -552,19 +586,31 @@ def _attention_decode_kernel(
                 )
             b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
             b_sum = tl.full((GROUP,), 1.0, tl.float32)
+            if p_chosen is not None:
+                b_max = tl.where(has_own > 0, b_max, float("-inf"))
+                b_sum = tl.where(has_own > 0, b_sum, 0.0)
+                b_new_v = tl.where(has_own > 0, b_new_v, tl.zeros_like(b_new_v))
             if KV == PLAIN:
                 b_o += b_new_v.to(tl.float32)[:, None]
 
         if KV == PLAIN:
             for i in tl.range(0, last - first + 1, num_stages=STAGES):
                 i_tile = last - i  # from the last on: it is the one asked for before the wait
-                b_old = (i_tile * PAGE + o_t < position)[:, None]
-                b_old_v = (i_tile * PAGE + o_t < position)[None, :]
-                p_page = p_pages + page.to(tl.int64) * stride_page
-                page = tl.load(p_table + tl.maximum(i_tile - 1, first))
-                b_k = tl.load(p_page + o_t[:, None] * D + o_d[None, :], mask=b_old, other=0.0)
-                b_v = tl.load(p_page + NK * PAGE * D + o_t[None, :] * D + o_d[:, None], mask=b_old_v, other=0.0)
-                b_max, b_sum, b_o = _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
+                b_old = (i_tile * PAGE + o_t < n_old)[:, None]
+                b_old_v = (i_tile * PAGE + o_t < n_old)[None, :]
+                if p_chosen is None:
+                    p_page = p_pages + page.to(tl.int64) * stride_page
+                    page = tl.load(p_table + tl.maximum(i_tile - 1, first))
+                    b_k = tl.load(p_page + o_t[:, None] * D + o_d[None, :], mask=b_old, other=0.0)
+                    b_v = tl.load(p_page + NK * PAGE * D + o_t[None, :] * D + o_d[:, None], mask=b_old_v, other=0.0)
+                else:
+                    b_place = key_places(
+                        p_chosen, p_table, i_tile * PAGE + o_t, position, stride_page, D, PAGE, CHOSEN, RATIO
+                    )
+                    b_k = tl.load(p_pages + b_place[:, None] + o_d[None, :], mask=b_old, other=0.0)
+                    p_values = p_pages + NK * PAGE * D + b_place[None, :]
+                    b_v = tl.load(p_values + o_d[:, None], mask=b_old_v, other=0.0)
+                b_max, b_sum, b_o = attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
                 if (n_splits > 1) & (i_tile % split_tiles == 0):
                     _record(p_output, p_weight, i_tile // split_tiles, b_max, b_sum, b_o, G, GROUP, D)
                     b_max = tl.full((GROUP,), float("-inf"), tl.float32)
@@ -577,7 +623,7 @@ def _attention_decode_kernel(
 
         if n_splits == 1:
             b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
-            _finish(tl.trans(b_o), b_sum, b_gate, p_out, p_codes, p_scale, n_rows, G, GROUP, D, BLOCK)
+            finish(tl.trans(b_o), b_sum, b_gate, p_out, p_codes, p_scale, n_rows, G, GROUP, D, BLOCK)
         else:
             i_merge = i_chunk * chunk // FAN
             n_merges = (n_splits + FAN - 1) // FAN
@@ -593,7 +639,7 @@ def _attention_decode_kernel(
                     p_output, p_weight, i_merge * FAN, n_records, 1, i_merge * FAN, G, GP, D, FAN
                 )
                 if n_merges == 1:
-                    _finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
+                    finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
                 else:
                     # into the place of the first of them, which all threads have read
                     tl.debug_barrier()
@@ -607,7 +653,7 @@ def _attention_decode_kernel(
                         b_part, b_part_max, b_part_sum = _merged(
                             p_output, p_weight, 0, n_merges, FAN, records, G, GP, D, FAN
                         )
-                        _finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
+                        finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
 
 
 def _stages(splits: Splits, heads: AttentionHeads, format: KvFormat) -> int:
@@ -636,6 +682,9 @@ def attention_decode(
     [N, nq d], and as `round_rows` rounds it, where that is asked for. max_len: no row has more keys. Query
     head j reads key head j // (nq/nk).
 
+    cache.chosen: what rows with more whole groups read (ops/gpu/index.py), of plain pages; all others have
+    the bits that they have without.
+
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output; of
     quantised pages weights are rounded to float16. No row
     sees another, but for those of its sequence that rows.drafts puts in front of it, of the same page; and
@@ -663,18 +712,25 @@ def attention_decode(
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
+    chosen, drafts = cache.chosen, rows.drafts
+    if chosen is not None:
+        expect(format.is_plain and chosen.dtype == torch.int32 and chosen.is_contiguous(), "plain pages, int32 chosen")
+        if drafts is not None:  # a row may read keys of those in front of it in any of its splits
+            keys_decode(proj, heads, weights, rows=rows, cache=cache)
+            drafts = None
     to = out.rows, *stored_by("attention_decode", out, heads.dim % (out.block_k or 1) == 0)
     launch(
         _attention_decode_kernel, (n_pairs, splits.chunks(n_pairs, max_len)),
         proj, weights.q_norm, weights.k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position,
-        rows.angle_shift, None if rows.drafts is None else rows.drafts.ahead, cache.table, pages,
-        scratch.output, scratch.weight, scratch.arrived, *to, weights.eps, heads.dim**-0.5 * 1.4426950408889634,
+        rows.angle_shift, None if drafts is None else drafts.ahead, cache.table, chosen, pages, scratch.output,
+        scratch.weight, scratch.arrived, *to, weights.eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), cache.table.stride(0), pages.stride(0), records, counters,
         NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most,
         FAN=FAN, LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
-        DRAFTS=rows.drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format),
-        BLOCK=out.block_k, num_warps=splits.num_warps, num_stages=1, **_limit(format),
+        DRAFTS=drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format), BLOCK=out.block_k,
+        CHOSEN=0 if chosen is None else chosen.shape[1], RATIO=cache.ratio, num_warps=splits.num_warps, num_stages=1,
+        **_limit(format),
     )
     if to[1] is None:
         round_made(out)

@@ -27,6 +27,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
+from deltic.ops.gpu.attention_chosen import attention_chosen, first_choice
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of, wait_for_front
 from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
@@ -143,7 +144,7 @@ def _prepare_kernel(
 def _flash_kernel(
     queries, tiles, value_tiles, pages, proj, out, n_tokens, position, batch_slot, page_table, stride_table, rows_page,
     scale, NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
-    KV: tl.constexpr,
+    KV: tl.constexpr, END: tl.constexpr,
 ):
     """Attends with the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0), a
     program.
@@ -151,13 +152,16 @@ def _flash_kernel(
     queries: q as [blocks * NQ * 64, D] (`tiles_of`), tile [HEADS * 64, D]; tiles: the pages as rows of D,
     tile [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile
     is head r // 64, token r % 64. Of quantised pages both are rows of bytes, and there are value_tiles, whose
-    rows are as wide as the codes of a value, and pages, by address.
+    rows are as wide as the codes of a value, and pages, by address. Blocks from position END on, unless that
+    is 0, are another kernel's.
     """
     # the last blocks have the most keys: they start first
     i_b = tl.num_programs(1) - 1 - tl.program_id(1)
     i_h = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * HEADS
     i_kv = i_h // (NQ // NK)
     n = tl.load(n_tokens + i_b)
+    if END > 0:
+        n = tl.where(tl.load(position + i_b) < END, n, 0)
     if n == 0:
         return
     n_tiles = tl.load(position + i_b) // 64 + 1
@@ -275,6 +279,8 @@ def attention_prefill(
     and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
     unused rows out is finite and means nothing. Blocks not in use are left as they are. v's rows of padding
     in the block's own page become zero.
+    cache.chosen: of tokens with more whole groups, what they read (attention_chosen.py); others have the bits
+    that they have without.
     In between q lies in `query` as [blocks, nq, 64, d], so that a tile of the flash kernel is one run of
     memory.
     Leaves out: sliding windows, biases, soft caps. Raises KernelError for shapes and types it does not serve.
@@ -319,8 +325,11 @@ def attention_prefill(
         _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, value_tiles,
         None if format.is_plain else pages, proj, out, blocks.n,
         blocks.position, blocks.batch_slot, cache.table, cache.table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
-        HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        HEADS=tile.heads, **sizes, END=0 if cache.chosen is None else first_choice(cache.chosen.shape[1], cache.ratio),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
+    if cache.chosen is not None:
+        attention_chosen(proj, query, heads, blocks=blocks, cache=cache, out=out)
 
 
 def keys_prefill(

@@ -3,7 +3,7 @@
     u_t = SiLU(conv4(bf16(q|k|v)))            q, k l2-normalised per head, q scaled by dk^-1/2
     beta = sigmoid(b), alpha = exp(-exp(A_log) softplus(a + dt_bias))
     e_t = beta (v_t - alpha S^T k_t);  S = alpha S + k_t e_t^T;  o_t = S^T q_t
-    out = bf16(w * rms(o) * SiLU(z))
+    out = bf16(w * rms(o) * SiLU(z))          or sigmoid(z), as the heads say
 
 Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), eq. 10, with the prediction read from the
 decayed state.
@@ -181,10 +181,10 @@ def _noisy(b_state, b_out, o_key, o_value, position, layer, i_head, DK: tl.const
 
 
 @triton.jit
-def _gated(b_out, b_z, b_norm, eps, DV: tl.constexpr):
+def _gated(b_out, b_z, b_norm, eps, DV: tl.constexpr, SIGMOID: tl.constexpr):
     """The norm and the gate; rows of padding are 0: their v is."""
     b_out *= tl.rsqrt(tl.sum(b_out * b_out, 0) / DV + eps)
-    return (b_norm * b_out * _silu(b_z)).to(tl.bfloat16)
+    return (b_norm * b_out * (tl.sigmoid(b_z) if SIGMOID else _silu(b_z))).to(tl.bfloat16)
 
 
 @triton.jit
@@ -208,8 +208,8 @@ def _gdn_decode_kernel(
     p_proj, n_rows, layer, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
     p_conv, p_a_log, p_dt_bias, p_norm, p_out, p_codes, p_scale, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, SIGMOID: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_row = tl.program_id(1)
@@ -304,7 +304,7 @@ def _gdn_decode_kernel(
         else:
             b_outs = tl.where(tl.arange(0, TILES)[:, None] == i_tile, b_out[None, :], b_outs)
 
-    b_out = _gated(tl.reshape(b_outs, [TILES * ROWS]), b_z, b_norm, eps, DV)
+    b_out = _gated(tl.reshape(b_outs, [TILES * ROWS]), b_z, b_norm, eps, DV, SIGMOID)
     _store_head(p_out, p_codes, p_scale, b_out, i_row.to(tl.int64), n_rows, i_head, o_out, m_out, n_rows > 0, N_V, DV)
 
 
@@ -357,8 +357,8 @@ def _gdn_drafts_kernel(
     p_states, state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
     p_dt_bias, p_norm, p_out, p_codes, p_scale, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, PDL: tl.constexpr,
+    TILED: tl.constexpr, SIGMOID: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):
     """Does what `_gdn_decode_kernel` does for one head of all rows of a sequence, in the program of its first
     row.
@@ -460,7 +460,7 @@ def _gdn_drafts_kernel(
             b_state = cut(_noisy(b_state, b_out, o_key, o_value, at, layer, i_head, DK))
         if i + 1 == n_stored:
             tl.store(p_state + o_state, b_state.to(DTYPE), mask=m_state)
-        b_out = _gated(b_out, b_z, b_norm, eps, DV)
+        b_out = _gated(b_out, b_z, b_norm, eps, DV, SIGMOID)
         _store_head(p_out, p_codes, p_scale, b_out, row, n_rows, i_head, o_value, m_value, is_new, N_V, DV)
         b_q3, b_q2, b_q1 = b_q2, b_q1, b_q
         b_k3, b_k2, b_k1 = b_k2, b_k1, b_k
@@ -497,8 +497,9 @@ def gdn_decode(
     parts, tiles = next_power_of_2(dk) // layout.part, next_power_of_2(dv) // layout.rows
     of_weights = weights.conv, weights.a_log, weights.dt_bias, weights.norm
     constants: dict[str, Any] = dict(
-        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled, SCALE=dk**-0.5, PARTS=parts,
-        PART=layout.part, ROWS=layout.rows, pdl=n_rows <= EARLY_ROWS, num_warps=layout.num_warps,
+        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled,
+        SIGMOID=heads.sigmoid_gate, SCALE=dk**-0.5, PARTS=parts, PART=layout.part, ROWS=layout.rows,
+        pdl=n_rows <= EARLY_ROWS, num_warps=layout.num_warps,
     )
     held = columns, columns.stride(0), states, states.stride(0)
     to = out.rows, *stored_by("gdn_decode", out, out.block_k == dv)

@@ -144,7 +144,7 @@ def gdn_prefill(
             gdn_output, (n_v, end - begin), begin, proj, proj.stride(0), columns, columns.stride(0),
             *where, blocks.snapshot, blocks.state_slot, scratch.qk, scratch.u, scratch.decay, scratch.state,
             weights.norm, eps, out, out.stride(0),
-            **sizes, pdl=pdl, num_warps=8, num_stages=2,
+            **sizes, SIGMOID=heads.sigmoid_gate, pdl=pdl, num_warps=8, num_stages=2,
         )
 
     solve(*chunks[0])

@@ -352,7 +352,7 @@ def gdn_output(
     p_n, p_position, p_segment, p_begin, p_start_slot, p_snapshot, p_state_slot,
     p_qk, p_new, p_decay, p_state, p_norm, eps, p_out, out_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_block = chunk_begin + tl.program_id(1)
@@ -395,7 +395,7 @@ def gdn_output(
     b_z = b_z.to(tl.float32)
     b_norm = tl.load(p_norm + o_v, mask=o_v < DV, other=0.0)
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, axis=1) / DV + eps)[:, None]
-    b_o = b_norm[None, :] * b_o * _silu(b_z)
+    b_o = b_norm[None, :] * b_o * (tl.sigmoid(b_z) if SIGMOID else _silu(b_z))
     tl.store(p_to, tl.where(inside, b_o, 0.0).to(tl.bfloat16), mask=in_out)
 
     # the first kernels of this layer have read the start state slots: their columns may be replaced now

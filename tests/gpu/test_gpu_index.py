@@ -1,0 +1,316 @@
+"""The index of an attention layer on a GPU: keys, scores and the order among equals; attention over what is chosen; a token's bits are
+its own, whatever the cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.ops.contract import KernelError
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, AttentionWeights, IndexHeads
+from deltic.ops.gpu.attention_decode import attention_decode, attention_scratch
+from deltic.ops.gpu.attention_prefill import attention_prefill
+from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, Rows
+from deltic.ops.gpu.fp8 import Operand
+from deltic.ops.gpu.index import IndexPages, index_decode, index_prefill, index_scratch
+from deltic.ops.gpu.launch import allocate_on
+from deltic.ops.kv_formats import BF16, KvPages
+from tests.reference import layers
+
+EPS = 1e-6
+INDEX = IndexHeads(n_q=4, dim=32, ratio=4, budget=80)
+HEADS = AttentionHeads(n_q=4, n_kv=1, dim=32)
+HALF = 4
+MOST = 150
+
+
+@dataclass
+class Model:
+    """A layer's projections of one text, and memory for it."""
+
+    index_proj: Tensor  # bfloat16 values [T, row]
+    proj: Tensor
+    of_index: AttentionWeights
+    of_heads: AttentionWeights
+    pages: Tensor
+    index: Tensor
+    table: Tensor
+
+    def cleared(self) -> Model:
+        """The same with memory in which nothing was written."""
+        return Model(
+            self.index_proj, self.proj, self.of_index, self.of_heads, torch.zeros_like(self.pages),
+            torch.full_like(self.index, torch.nan), self.table,
+        )  # fmt: skip
+
+
+def model(
+    device: str, *, n: int = MOST, seed: int = 0, index: IndexHeads = INDEX, heads: AttentionHeads = HEADS
+) -> Model:
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=g)
+
+    n_pages = -(-n // PAGE_SIZE)
+    angle = torch.arange(n + PAGE_SIZE)[:, None] * 100.0 ** (-torch.arange(HALF) / HALF)
+    cos, sin = angle.cos().to(device), angle.sin().to(device)
+    norms = [(0.3 * randn(d)).to(device) for d in (index.dim, index.dim, heads.dim, heads.dim)]
+    both = torch.zeros(n_pages + 1, 2, 2, heads.n_kv, PAGE_SIZE, heads.dim, dtype=torch.bfloat16, device=device)
+    keys = torch.full((n_pages + 1, 2, index.page_rows, index.dim), torch.nan, dtype=torch.bfloat16, device=device)
+    order = torch.randperm(n_pages, generator=g).int()
+    return Model(
+        randn(n, index.row).bfloat16().to(device), randn(n, heads.row).bfloat16().to(device),
+        AttentionWeights(norms[0], norms[1], EPS, cos, sin), AttentionWeights(norms[2], norms[3], EPS, cos, sin),
+        both[:, 1], keys[:, 1], order[None].repeat(2, 1).to(device),
+    )  # fmt: skip
+
+
+def expected(m: Model, t: int, index: IndexHeads = INDEX) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [heads, dim], keys of the whole groups that token t sees and their scores, by the published equations."""
+    proj, w = m.index_proj.float().cpu(), m.of_index
+    inv = 100.0 ** (-torch.arange(HALF).double() / HALF)
+    q = layers.rms_norm(proj[t, : -index.dim].view(1, index.n_q, index.dim), w.q_norm.cpu(), EPS)
+    q = layers.rope(q, torch.tensor([t]), inv)[0].bfloat16().float()
+    n = (t + 1) // index.ratio
+    raw = proj[: n * index.ratio, -index.dim :].view(n, index.ratio, index.dim)
+    mean = raw.mean(1).bfloat16().float()
+    keys = layers.rope(layers.rms_norm(mean, w.k_norm.cpu(), EPS)[:, None], torch.arange(n) * index.ratio, inv)[:, 0]
+    keys = keys.bfloat16().float()
+    return q, keys, torch.relu(keys @ q.T).sum(1)
+
+
+def prefill(m: Model, chunks: list[int], *, chooses: bool = True) -> tuple[Tensor, Tensor]:
+    """The text in chunks of so many tokens -> attention's output [T, nq d] and the chosen groups [T, n]."""
+    device, n = m.proj.device, len(m.proj)
+    outs, picks = [], []
+    start = 0
+    for length in chunks:
+        n_blocks = -(-length // BLOCK)
+        rows = n_blocks * BLOCK
+        place = slice(start, start + length)
+        proj = torch.full((rows, HEADS.row), torch.nan, dtype=torch.bfloat16, device=device)
+        index_proj = torch.full((rows, INDEX.row), torch.nan, dtype=torch.bfloat16, device=device)
+        proj[:length], index_proj[:length] = m.proj[place], m.index_proj[place]
+        blocks = blocks_of(m, start, length)
+        scratch = index_scratch(INDEX, rows, n, allocate_on(device), name="index", is_prefill=True)
+        scratch.chosen.fill_(-1)
+        chosen = index_prefill(
+            index_proj, INDEX, m.of_index, blocks=blocks, pages=IndexPages(m.index, m.table), scratch=scratch, max_len=n
+        )
+        out = torch.zeros(rows, HEADS.n_q * HEADS.dim, dtype=torch.bfloat16, device=device)
+        cache = KvPages(m.pages, BF16, m.table, chosen if chooses else None, INDEX.ratio)
+        attention_prefill(proj, HEADS, m.of_heads, blocks=blocks, cache=cache, query=torch.zeros_like(out), out=out)
+        outs.append(out[:length])
+        picks.append(chosen[:length].clone())
+        start += length
+    return torch.cat(outs), torch.cat(picks)
+
+
+def blocks_of(m: Model, start: int, length: int) -> Blocks:
+    n_blocks, device = -(-length // BLOCK), m.proj.device
+
+    def i32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    n = [BLOCK] * n_blocks
+    n[-1] = length - (n_blocks - 1) * BLOCK
+    pages = m.table[0, start // BLOCK : start // BLOCK + n_blocks].tolist()
+    return Blocks(
+        i32(n), i32(list(range(start, start + length, BLOCK))), i32([0] * n_blocks), i32(pages), i32([-1] * n_blocks),
+        i32([0, n_blocks]), i32([0]), i32([0]), i32([0] * n_blocks),
+    )  # fmt: skip
+
+
+def decode(
+    m: Model, positions: list[int], *, n_splits: int = 1, drafts: bool = False, chooses: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A row for each of these positions, of the one text -> output and chosen groups."""
+    device, n = m.proj.device, len(positions)
+
+    def parts(x: Tensor) -> Tensor:
+        x = x[positions].float()
+        return torch.stack([x] + [torch.zeros_like(x)] * (n_splits - 1))
+
+    def i32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    rows = Rows(i32([0] * n), i32([0] * n), i32(positions))
+    if drafts:
+        ahead = i32([p - positions[0] for p in positions])
+        rows = Rows(rows.batch_slot, rows.state_slot, rows.position, drafts=Drafts(ahead, ahead, ahead, ahead))
+    most, allocate = len(m.proj), allocate_on(device)
+    scratch = index_scratch(INDEX, n, most, allocate, name="index", is_prefill=False)
+    scratch.chosen.fill_(-1)
+    chosen = index_decode(
+        parts(m.index_proj),
+        INDEX,
+        m.of_index,
+        rows=rows,
+        pages=IndexPages(m.index, m.table),
+        scratch=scratch,
+        max_len=most,
+    )
+    out = torch.full((n, HEADS.n_q * HEADS.dim), torch.nan, dtype=torch.bfloat16, device=device)
+    cache = KvPages(m.pages, BF16, m.table, chosen if chooses else None, INDEX.ratio)
+    attention_decode(
+        parts(m.proj), HEADS, m.of_heads, rows=rows, cache=cache, scratch=attention_scratch(HEADS, n, most, allocate),
+        max_len=most, out=Operand(out, None),
+    )  # fmt: skip
+    return out, chosen.clone()
+
+
+def seen_keys(m: Model, t: int, groups: Tensor | None) -> Tensor:
+    """Tokens that token t reads."""
+    if groups is None:
+        return torch.arange(t + 1)
+    tail = torch.arange((t + 1) // INDEX.ratio * INDEX.ratio, t + 1)
+    return torch.cat([(groups[:, None] * INDEX.ratio + torch.arange(INDEX.ratio)).flatten().cpu(), tail])
+
+
+def attended(m: Model, t: int, groups: Tensor | None) -> Tensor:
+    """Output of token t over these keys by tests/reference."""
+    heads, d = HEADS, HEADS.dim
+    inv = 100.0 ** (-torch.arange(HALF).double() / HALF)
+    q, gate, k, v = (
+        x.unflatten(-1, (-1, d))
+        for x in m.proj.float().cpu().split([heads.n_q * d, heads.n_q * d, heads.n_kv * d, heads.n_kv * d], -1)
+    )
+    where = torch.arange(len(q))
+    q = layers.rope(layers.rms_norm(q, m.of_heads.q_norm.cpu(), EPS), where, inv).bfloat16().float()
+    k = layers.rope(layers.rms_norm(k, m.of_heads.k_norm.cpu(), EPS), where, inv).bfloat16().float()
+    seen = seen_keys(m, t, groups)
+    k, v = (x[seen].repeat_interleave(heads.n_q // heads.n_kv, 1) for x in (k, v))
+    weights = (torch.einsum("hd,shd->hs", q[t], k) * d**-0.5).softmax(-1)
+    return (torch.einsum("hs,shd->hd", weights, v) * torch.sigmoid(gate[t])).flatten()
+
+
+TOLERANCE = 0.02
+
+
+def test_prefill_chooses_and_attends_as_the_equations_say(device: str) -> None:
+    m = model(device)
+    out, chosen = prefill(m, [MOST])
+    first = (INDEX.n_groups + 1) * INDEX.ratio - 1
+    assert (chosen[:first] == -1).all()
+    for t in (*range(first, first + 6), 127, 128, MOST - 1):
+        _, keys, scores = expected(m, t)
+        groups = chosen[t].long().cpu()
+        assert (groups[1:] > groups[:-1]).all() and groups[-1] < (t + 1) // INDEX.ratio
+        best = scores.sort(descending=True).values[: INDEX.n_groups]
+        assert torch.allclose(scores[groups].sort(descending=True).values, best, atol=0.05, rtol=0.02)
+        assert torch.allclose(out[t].float().cpu(), attended(m, t, groups), atol=TOLERANCE, rtol=TOLERANCE)
+        held = m.index[m.table[0].long(), PAGE_SIZE:].flatten(0, 1)[: len(keys)].float().cpu()
+        assert torch.allclose(held, keys, atol=0.02, rtol=0.02)
+    for t in (0, 3, first - 1):
+        assert torch.allclose(out[t].float().cpu(), attended(m, t, None), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_prefill_is_the_same_however_it_is_cut(device: str) -> None:
+    whole = prefill(model(device), [MOST])
+    cut = prefill(model(device), [64, MOST - 64])
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+def test_decode_continues_a_prefill(device: str) -> None:
+    """Groups whose first tokens are a prompt's are completed, and each token attends by the equations, alone and in company."""
+    n_prompt = 91
+    m = model(device, n=110)
+    prefill(m, [n_prompt])
+    for t in range(n_prompt, n_prompt + 6):
+        out, chosen = decode(m, [t], n_splits=2)
+        _, keys, scores = expected(m, t)
+        groups = chosen[0].long().cpu()
+        best = scores.sort(descending=True).values[: INDEX.n_groups]
+        assert torch.allclose(scores[groups].sort(descending=True).values, best, atol=0.05, rtol=0.02)
+        assert torch.allclose(out[0].float().cpu(), attended(m, t, groups), atol=TOLERANCE, rtol=TOLERANCE)
+        held = m.index[m.table[0].long(), PAGE_SIZE:].flatten(0, 1)[: len(keys)].float().cpu()
+        assert torch.allclose(held, keys, atol=0.02, rtol=0.02)
+        company, _ = decode(m, [t, 10, 88], n_splits=2)
+        assert torch.equal(company[0], out[0])
+
+
+def test_drafted_rows_have_the_bits_of_single_ones(device: str) -> None:
+    n_prompt, n = 94, 6
+    one, many = model(device, n=110), model(device, n=110)
+    prefill(one, [n_prompt])
+    prefill(many, [n_prompt])
+    alone = [decode(one, [t]) for t in range(n_prompt, n_prompt + 2)]
+    for t in (n_prompt, n_prompt + 1):
+        decode(many, [t])
+    alone += [decode(one, [t]) for t in range(96, 96 + n)]
+    out, chosen = decode(many, [*range(96, 96 + n)], drafts=True)
+    assert torch.equal(out, torch.cat([o for o, _ in alone[2:]]))
+    assert torch.equal(chosen, torch.cat([c for _, c in alone[2:]]))
+    assert torch.equal(one.index[one.table[0].long()].nan_to_num(), many.index[many.table[0].long()].nan_to_num())
+
+
+def test_short_contexts_have_the_bits_of_plain_attention(device: str) -> None:
+    """Up to the budget and a tail of less than a group nothing is left out."""
+    n = INDEX.budget + INDEX.ratio - 1
+    one, other = model(device, n=n + 20), model(device, n=n + 20)
+    chosen, plain = prefill(one, [n])[0], prefill(other, [n], chooses=False)[0]
+    assert torch.equal(chosen, plain)
+    for t in (0, 3, 40, 64, n - 2, n - 1):
+        assert torch.equal(decode(one, [t])[0], decode(other, [t], chooses=False)[0])
+
+
+def test_among_equals_the_earlier_group_is_chosen(device: str) -> None:
+    """One text in which every token is the same, at angles that do not differ: all scores are equal."""
+    m = model(device, n=120)
+    m.index_proj[:] = m.index_proj[:1].clone()
+    m.of_index.cos.fill_(1)
+    m.of_index.sin.fill_(0)
+    _, chosen = prefill(m, [120])
+    assert torch.equal(chosen[119].cpu(), torch.arange(INDEX.n_groups).int())
+    assert torch.equal(decode(m, [119])[1][0].cpu(), torch.arange(INDEX.n_groups).int())
+    m.index_proj[:100, -INDEX.dim :] = 0
+    m.index_proj[100:, -INDEX.dim :] = m.index_proj[100:, : INDEX.dim]  # these score best
+    _, chosen = prefill(m.cleared(), [120])
+    assert chosen[119].tolist() == [*range(INDEX.n_groups - 5), *range(25, 30)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: many groups")
+@pytest.mark.parametrize("n", [2052, 2055, 9000, 40_003])
+def test_many_groups(n: int) -> None:
+    """At the published sizes: none that is left out scores better, none is there twice, and a row's choice is its own."""
+    heads, allocate, per = IndexHeads(4, 128, 4, 2048), allocate_on("cuda"), -(-n // PAGE_SIZE)
+    m = model("cuda", n=64, index=heads)
+    angle = torch.arange(n, device="cuda")[:, None] * 100.0 ** (-torch.arange(32, device="cuda") / 32)
+    w = AttentionWeights(m.of_index.q_norm, m.of_index.k_norm, EPS, angle.cos(), angle.sin())
+    g = torch.Generator("cuda").manual_seed(n)
+    index = torch.randn(per, heads.page_rows, heads.dim, generator=g, device="cuda").bfloat16()
+    table = torch.randperm(per, generator=g, device="cuda").int()[None]
+    found = []
+    for positions in ([n - 1], [5, n - 1, 2050]):
+        where = torch.tensor(positions, dtype=torch.int32, device="cuda")
+        rows = Rows(where * 0, where * 0, where)
+        scratch = index_scratch(heads, len(positions), n, allocate, name="index", is_prefill=False)
+        scratch.chosen.fill_(-1)
+        proj = m.index_proj[:1].float().expand(1, len(positions), -1).contiguous()
+        chosen = index_decode(proj, heads, w, rows=rows, pages=IndexPages(index, table), scratch=scratch, max_len=n)
+        found.append(chosen[positions.index(n - 1)].clone())
+    groups = found[0].long()
+    assert torch.equal(*found) and (groups[1:] > groups[:-1]).all()
+    keys = index[table[0].long(), PAGE_SIZE:].flatten(0, 1)[: n // 4].float()
+    query = scratch.query[1].float().view(heads.n_q, heads.dim)
+    scores = torch.relu(keys.double() @ query.double().T).sum(1)
+    rest = torch.ones(n // 4, dtype=torch.bool, device="cuda")
+    rest[groups] = False
+    assert scores[groups].min() >= scores[rest].max() - 1e-3
+    assert (chosen[0] == -1).all() and (n == 2052 or (chosen[2] == -1).all())
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    m = model(device, n=64)
+    heads = IndexHeads(n_q=3, dim=32, ratio=4, budget=64)
+    scratch = index_scratch(heads, 64, 64, allocate_on(device), name="index", is_prefill=True)
+    with pytest.raises(KernelError, match="1 to 16 query heads"):
+        proj = torch.zeros(64, heads.row, dtype=torch.bfloat16, device=device)
+        blocks = blocks_of(m, 0, 64)
+        index_prefill(
+            proj, heads, m.of_index, blocks=blocks, pages=IndexPages(m.index, m.table), scratch=scratch, max_len=64
+        )
