@@ -81,7 +81,7 @@ class KvPages:
     table: Any = None
     """Pages of each sequence, on a GPU: int32 [batch_slots, max_pages]."""
     chosen: Any = None
-    """int32 [T, n]: groups of `ratio` keys that each row reads, ascending, where more are whole. None: all."""
+    """int32 [T, n]: groups of `ratio` keys that a row reads, ascending, where more are whole. None: all."""
     ratio: int = 0
 
 
