@@ -3,13 +3,13 @@
 A drafter is a few Qwen3 layers. What they see of a text are keys and values of the target model's hidden
 states; a block of rows, the last token and masks behind it, gives several tokens at once.
 
-`weights` has fc, hidden_norm, norm and layers (input_norm, post_norm, qkv, q_norm, k_norm, o_proj, mlp; of DFlash
-2 attn_conv and mlp_conv with base and projection), perhaps selector (predecessor, successor, projection), markov
-(before, after) and confidence (weight, bias). Norms are zero-centred. `shape` has the sizes of a drafter's
-configuration. Both are read by attribute only.
+`weights` has fc, hidden_norm, norm and layers (input_norm, post_norm, qkv, q_norm, k_norm, o_proj, mlp; of
+DFlash 2 attn_conv and mlp_conv with base and projection), perhaps selector (predecessor, successor,
+projection), markov (before, after) and confidence (weight, bias). Norms are zero-centred. `shape` has the
+sizes of a drafter's configuration. Both are read by attribute only.
 
-Sources: Chen, Liang, Liu 2026, "DFlash" (arXiv:2602.06036); the published model code of z-lab (DFlash, DFlash 2)
-and DeepSpec (DSpark).
+Sources: Chen, Liang, Liu 2026, "DFlash" (arXiv:2602.06036); the published model code of z-lab (DFlash,
+DFlash 2) and DeepSpec (DSpark).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def attend(q: Tensor, keys: Keys, first: int, is_causal: bool, window: int) -> T
 
 
 def convolve(x: Tensor, kernel: Tensor, base: Tensor, group: int) -> Tensor:
-    """y[t] = sum over taps j of (base[j] + kernel[t, j], one value a group of channels) * x[t - j]; before the
-    block's first row is nothing. x [T, H], kernel [T, taps, H / group], base [taps, H].
+    """y[t] = sum over taps j of (base[j] + kernel[t, j], one value a group of channels) * x[t - j]; before
+    the block's first row is nothing. x [T, H], kernel [T, taps, H / group], base [taps, H].
     """
     y = torch.zeros_like(x)
     for tap in range(len(base)):
@@ -108,7 +108,7 @@ def block_states(weights: Any, shape: Any, known: list[Keys], rows: Tensor, prec
 def convolved(part: Any, x: Tensor, conv: Any, shape: Any, precision: Precision) -> Tensor:
     """part(x) between two convolutions, whose kernels follow from x, if there are any."""
     if conv is None:
-        return part(x)
+        return torch.as_tensor(part(x))
     x = rounded(x, precision)
     kernels = linear(x, conv.projection, precision).unflatten(-1, (2, shape.conv_taps, -1))
     y = rounded(convolve(x, kernels[:, 0], conv.base[0], shape.conv_group), precision)
@@ -125,8 +125,8 @@ def logits_of(shape: Any, states: Tensor, lm_head: Tensor, precision: Precision 
 def step_scores(
     weights: Any, shape: Any, state: Tensor, logits: Tensor, before: int, precision: Precision = "float32"
 ) -> Tensor:
-    """Scores [V] of a block's next token behind the one before: its logits [V], with what DSpark's Markov term
-    or the selector of DFlash 2 adds. What is not among the selector's candidates is -inf. state [H].
+    """Scores [V] of a block's next token behind the one before: its logits [V], with what DSpark's Markov
+    term or the selector of DFlash 2 adds. What is not among the selector's candidates is -inf. state [H].
     """
     if weights.markov is not None:
         embedded = weights.markov.before[before].float()[None]
