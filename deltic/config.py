@@ -161,6 +161,14 @@ class EngineConfig:
         least=0,
         most=31,
     )
+    draft_model: str | None = knob(
+        None,
+        "guess several tokens at once with this block drafter (DFlash, DFlash 2 or DSpark), in place of the draft head (MTP); "
+        "answers stay the same, to the bit (default: the folder draft_model in the model's directory, if there is one)",
+        metavar="MODEL",
+        device="cpu",
+        kind="text",
+    )
     max_picture_tokens: int | None = knob(
         None,
         "tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made smaller; 0 takes no "

@@ -187,6 +187,10 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
             f"one of up to {plan.max_picture_tokens} tokens at work, {plan.n_picture_blocks} blocks of {PAGE_SIZE} ready"
             + ", room for pixels that wait" * ("vision pixels that wait" in plan.workspace),
         ),
+        "draft model": (
+            plan.drafter_bytes,
+            "as stored, or rounded as the model is; its keys and values are in the pages",
+        ),
         "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
@@ -208,6 +212,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     for name, (n_bytes, what) in rows.items():
         left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
         left_out |= set() if plan.adapters.n else {"adapters"}
+        left_out |= set() if plan.drafter else {"draft model"}
         left_out |= set() if plan.tower else {"vision tower", "pictures"}
         if name not in left_out:
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)

@@ -102,8 +102,9 @@ struct Record {
         for (int64_t i = 0; i < dim; i += 16) store(sums + i, load(sums + i) * splat(factor));
     }
 
-    // Adds what is known of the keys of the next split.
+    // Adds what is known of the keys of the next split; of one that is before a window nothing is.
     void merge(const Record& next) const {
+        if (next.total() == 0) return;
         float high = next.top() > top() ? next.top() : top();
         float here = exp1(top() - high), there = exp1(next.top() - high);
         total() = total() * here + next.total() * there;
@@ -135,14 +136,23 @@ struct Attention {
     bf16* out;             // [T, nq, d]
     float* records;        // [n_records, d + 16]
     int64_t n_records;
+    int64_t causal = 1, window = 0;  // of plain pages: whether rows see no later key; keys less than so many away alone, 0: all
 
     void read(Arguments& a) {
         a.read(q, proj, heads, pages, page_stride, n_seqs, seq_start, seq_context, place, page_table, table_stride, out, records, n_records);
     }
     int64_t n_rows(const Block& b) const { return (b.t1 - b.t0) * heads.group(); }
-    // Keys that row r of a block may see.
+    // Position of row r of a block in its sequence.
+    int64_t position(const Block& b, int64_t r) const { return seq_context[b.s] + b.t0 + r / heads.group() - seq_start[b.s]; }
+    // Keys that row r of a block may see: those before this one, and not before the next.
     int64_t limit(const Block& b, int64_t r) const {
-        return seq_context[b.s] + b.t0 + r / heads.group() - seq_start[b.s] + 1;
+        if (causal) return position(b, r) + 1;
+        const int64_t all = seq_context[b.s] + seq_start[b.s + 1] - seq_start[b.s];
+        return window && position(b, r) + window < all ? position(b, r) + window : all;
+    }
+    int64_t first(const Block& b, int64_t r) const {
+        const int64_t before = position(b, r) - window + 1;
+        return window && before > 0 ? before : 0;
     }
     const bf16* query(const Block& b, int64_t r) const {
         const int64_t head = b.h * heads.group() + r % heads.group();
@@ -229,7 +239,8 @@ struct Attention {
         }
         const float scale = 1.0f / sqrtf((float)dim);
         int64_t last = limit(b, rows_here - 1), end = last < (split + 1) * SPLIT ? last : (split + 1) * SPLIT;
-        for (int64_t base = split * SPLIT; base < end; base += PAGE) {
+        const int64_t begin = first(b, 0) / PAGE * PAGE;
+        for (int64_t base = begin > split * SPLIT ? begin : split * SPLIT; base < end; base += PAGE) {
             int64_t n_keys = end - base < PAGE ? end - base : PAGE;
             const bf16 *k = keys(b, base), *v = k + heads.n_k * PAGE * dim, *next = base + PAGE < end ? keys(b, base + PAGE) : k;
             each_tile(rows_here, [&](auto n, int64_t r) {
@@ -239,7 +250,7 @@ struct Attention {
             });
             for (int64_t r = 0; r < rows_here; r++) {
                 const int64_t n_seen = limit(b, r) - base;
-                softmax_tile(scores + r * PAGE, n_seen, Record{sums + r * stride, dim});
+                softmax_tile(scores + r * PAGE, n_seen, Record{sums + r * stride, dim}, first(b, r) - base);
                 seen[r] = n_seen < n_keys ? n_seen : n_keys;
             }
             each_tile(rows_here, [&](auto n, int64_t r) {
@@ -355,10 +366,12 @@ struct Attention {
         }
     }
 
-    // Turns a page's scores into weights relative to the running maximum; keys from `n_seen` on weigh exactly nothing.
-    static void softmax_tile(float* scores, int64_t n_seen, const Record& row) {
+    // Turns a page's scores into weights relative to the running maximum; keys from `n_seen` on, and before `from`, weigh exactly
+    // nothing.
+    static void softmax_tile(float* scores, int64_t n_seen, const Record& row, int64_t from = 0) {
         for (int64_t i = n_seen < 0 ? 0 : n_seen; i < PAGE; i++) scores[i] = -INFINITY;
-        if (n_seen <= 0) {
+        for (int64_t i = 0; i < from && i < PAGE; i++) scores[i] = -INFINITY;
+        if (n_seen <= 0 || from >= PAGE) {
             memset(scores, 0, PAGE * 4);
             return;
         }
@@ -551,4 +564,11 @@ KERNEL(deltic_attn_prepare, Prepare x, void* pages, int64_t page_stride, int64_t
 // page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
 extern "C" __attribute__((visibility("default"))) void deltic_attention(const int64_t* arguments) {
     with_format(arguments[0], [&](auto kind) { call(attend_all<decltype(kind)::value>, arguments + 1); });
+}
+
+// As deltic_attention but for kv, over bf16 pages; then causal (0: a sequence's rows see each other) and window (0: none)
+KERNEL(deltic_block_attention, Attention<Kv::BF16> x, int64_t causal, int64_t window) {
+    x.causal = causal;
+    x.window = window;
+    attend_all(x);
 }

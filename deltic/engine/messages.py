@@ -562,6 +562,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Longest draft in tokens; 0: the runner has no drafts."""
     has_draft_head: bool = False
     """True if the runner guesses tokens (`Draw.n_guesses`)."""
+    draft_block: int = 0
+    """Tokens that the runner guesses at once, at most, at about one cost; 0: it guesses one by one."""
     block_size: int = 1
     """Rows that a sequence takes at a time in a prefill batch.
 

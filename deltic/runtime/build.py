@@ -20,7 +20,9 @@ from deltic.engine.events import Needs
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import cuda_driver
-from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
+from deltic.models.checkpoint import ALL_FILES, locate, locate_speech, model_name, n_real_ids, resolve_model, speaks
+from deltic.models.dflash.shape import is_drafter
+from deltic.models.dflash.weights import stored_drafter
 from deltic.models.embedder import embedder_in
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.gguf_config import naming
@@ -36,7 +38,7 @@ from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom, Adapters, adapter_
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import embedder_info, precision
-from deltic.runtime.model import SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
+from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
 from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
 from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.voices import open_voices
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from deltic.runtime.gpu.compile import Kernels
     from deltic.runtime.gpu.device import Gpu
 
+
+DRAFT_MODEL, DRAFTED = "draft_model", 8
+"""The folder of a model that may hold its block drafter, and the default of --max-drafts with one."""
 
 NO_PACKAGES = "there is an NVIDIA GPU, and torch or Triton is missing: pip install 'deltic[gpu]' to use it"
 
@@ -141,22 +146,28 @@ def settle_text(
     joint_head = HeadShape.of(directory, shape.hidden_size) if config.dummy is None and directory.is_dir() else None
     if embedder is not None:
         config = replace(config, max_drafts=0)
+    drafter = find_drafter(config, directory, shape) if device.name == "cpu" else None
     shape = replace(shape, keeps_hidden=embedder is not None or joint_head is not None)
     max_drafts = device.text.max_drafts(config, shape)
+    if drafter is not None and config.max_drafts is None:
+        max_drafts = max(max_drafts, min(DRAFTED, drafter.shape.most_guesses))
     if max_drafts and device.n_cuts > device.n_gpus:
         raise ConfigError(
             f"--max-drafts {max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
         )
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
-    shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and max_drafts > 0)
+    has_mtp = max_drafts > 0 and drafter is None  # one of the two
+    shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
-        shape = stored_shape(directory, shape, bool(max_drafts))
+        shape = stored_shape(directory, shape, has_mtp)
     elif formats is not None:
         shape = replace(shape, formats=formats)
     if embedder is not None and not has_head(directory):
         shape = replace(shape, tie_word_embeddings=True)  # nothing is drawn from what it gives
     if joint_head is not None and device.n_cuts > 1:
         joint_head, notices = None, (*notices, "the joint head is not run: its decisions need one GPU")
+    if drafter is not None:
+        shape = replace(shape, feature_layers=drafter.shape.target_layer_ids)
     quantize, rest = resolve_quantize(config, directory, shape.formats)
     config = replace(
         config, quantize=quantize, quantize_rest=rest, max_drafts=max_drafts, kv_cache_dtype=kv_cache_dtype
@@ -174,6 +185,7 @@ def settle_text(
         shape=largest,
         n_real=n_real_ids(config, directory, shape),
         tower=tower,
+        drafter=drafter,
         adapters=adapters,
         cuts=cuts,
         n_gpus=device.n_gpus,
@@ -182,6 +194,27 @@ def settle_text(
         joint_head=joint_head,
         no_pictures=no_pictures,
     )
+
+
+def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape) -> FoundDrafter | None:
+    """Finds the block drafter that was asked for, or that is in the model's directory, unless drafts are off.
+
+    Raises CheckpointError, UnsupportedModelError for one that is not there, or not of this model; ConfigError
+    for one that may not be used.
+    """
+    if config.draft_model is None:
+        place = directory / DRAFT_MODEL
+        if config.max_drafts == 0 or config.dummy is not None or not is_drafter(place):
+            return None
+    elif config.max_drafts == 0:
+        raise ConfigError(
+            f"--draft-model {config.draft_model}: nothing is guessed here; leave it out, or --max-drafts 0"
+        )
+    else:
+        place = resolve_model(config.draft_model, ALL_FILES, None, config.download_dir)
+    drafter = stored_drafter(place)
+    drafter.check_target(shape)
+    return FoundDrafter(place, drafter)
 
 
 def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) -> AdapterRoom:
@@ -311,10 +344,12 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
         plan = make_plan(device.text, model, free_bytes)
     check_keys(first, plan.shape)
     vision, said = model.load_tower(device.store(plan))
+    drafter, told = model.load_drafter(device.store(plan))
+    loaded += told
     if vision is not None:  # the language model's loader has skipped it
         loaded = without_skipped(loaded, "vision")
     start.compiled(compiling)
-    runner = device.text_runner(plan, weights, vision, start.progress)
+    runner = device.text_runner(plan, weights, vision, start.progress, drafter)
     if model.joint_head is not None and runner.pools is not None:
         runner.pools.judge = judge_of(model, model.joint_head)
     start.lap(device.made)
@@ -361,7 +396,11 @@ def _open_tiers(runner: TextRunner, model: TextModel, kernels: Path | str, plan:
     """Starts the tiers of a language model's prefix cache; gives their notices."""
     config = model.config
     if config.prefix_cache and config.cache_dir is not None:
-        content = fingerprint(config, model.shape, model.directory, kernels, of_stage(start.progress, "cache"))
+        shape: object = model.shape
+        on_bytes = of_stage(start.progress, "cache")
+        if (drafter := model.drafter) is not None:  # its keys are in the pages, too
+            shape = shape, fingerprint(config, drafter.shape, drafter.directory, kernels, on_bytes)
+        content = fingerprint(config, shape, model.directory, kernels, on_bytes)
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), content)
     elif plan.n_host_units:
         runner.open_tiers(None, 0, "")

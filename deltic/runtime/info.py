@@ -44,7 +44,8 @@ def engine_info(
         return info(
             eos_token_ids=list(shape.eos_token_ids),
             even_context=even_context(shape),
-            has_draft_head=shape.has_draft_head,
+            has_draft_head=shape.has_draft_head or plan.drafter is not None,
+            draft_block=0 if plan.drafter is None else plan.drafter.most_guesses,
             max_loras=plan.adapters.n,
             kv_cache_dtype=shape.kv_cache_dtype,
             pictures=None if rules is None else _pictures(plan, rules),

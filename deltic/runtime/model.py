@@ -12,6 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.step import Progress
+from deltic.models.dflash.shape import DrafterShape
+from deltic.models.dflash.weights import DrafterWeights, dummy_drafter, load_drafter
 from deltic.models.embedder import Embedder
 from deltic.models.fields import read_json
 from deltic.models.joint_head import HeadShape
@@ -37,6 +39,14 @@ PartWeights = list[list[Weights]]
 Vision = tuple[VisionWeights, PictureRules]
 """A vision tower, and how the model wants its pictures."""
 WHERE = {"cpu": "a CPU", "cuda": "a GPU"}
+
+
+@dataclass(frozen=True)
+class FoundDrafter:
+    """A block drafter of a model, and where it is."""
+
+    directory: Path
+    shape: DrafterShape
 
 
 class Shape(Protocol):
@@ -70,6 +80,8 @@ class Model(Generic[S]):
     """Ids that can be drawn."""
     tower: VisionShape | None = None
     """The vision tower that is run; None: prompts have no pictures."""
+    drafter: FoundDrafter | None = None
+    """The block drafter that guesses tokens; None: there is none."""
     adapters: AdapterRoom = NO_ADAPTERS
     cuts: tuple[Cuts, ...] = ()
     """Parts of a model that is cut: each of several GPUs has one, or a run of them."""
@@ -103,6 +115,15 @@ class TextModel(Model[ModelShape]):
             return (dummy_vision(self.tower, self.config.seed, store), PictureRules()), []
         weights, notices = load_vision(self.directory, self.tower, store=store)
         return (weights, picture_rules(self.directory)), notices
+
+    def load_drafter(self, store: Store) -> tuple[DrafterWeights | None, list[str]]:
+        """Weights of the block drafter, if there is one, random ones beside random ones; and notices."""
+        if self.drafter is None:
+            return None, []
+        place, shape, quantize = self.drafter.directory, self.drafter.shape, self.config.rounded
+        if self.config.dummy is not None:
+            return dummy_drafter(shape, self.config.seed, quantize, store), []
+        return load_drafter(place, shape, quantize, store)
 
     def check_files(self, store: Store) -> None:
         """Raises what `load` does for the names, shapes and types of a checkpoint's tensors. Headers are

@@ -17,6 +17,8 @@ from typing import Any, Generic
 from deltic.config import ConfigError, EngineConfig, pinned_cpus
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.models.dflash.shape import DrafterShape
+from deltic.models.dflash.weights import drafter_bytes
 from deltic.models.joint_head import HeadShape
 from deltic.models.loading import COUNTED, Store
 from deltic.models.qwen.adapters import Adapter
@@ -78,6 +80,10 @@ class Plan(Generic[S]):
     """Vision tower of a language model that takes pictures."""
     tower_bytes: int
     """Bytes of the tower's weights."""
+    drafter: DrafterShape | None
+    """Block drafter of a language model, whose keys and values are in its pages."""
+    drafter_bytes: int
+    """Bytes of the drafter's weights."""
     max_picture_tokens: int
     """Tokens of one picture, at most. 0: prompts have no pictures."""
     n_real: int
@@ -161,7 +167,8 @@ class Plan(Generic[S]):
     def step_sizes(self) -> tuple[object, ...]:
         """Everything that decides which kernels the steps start."""
         sizes = self.shape, self.quantize, self.n_real, self.max_model_len, self.max_num_seqs, self.max_step_tokens
-        return *sizes, self.max_drafts, self.tower, self.max_picture_tokens, self.n_gpus, self.n_shards, self.adapters
+        drafts, pictures = (self.max_drafts, self.drafter), (self.tower, self.max_picture_tokens)
+        return *sizes, *drafts, *pictures, self.n_gpus, self.n_shards, self.adapters
 
     @property
     def n_rows(self) -> int:
@@ -238,7 +245,7 @@ class Plan(Generic[S]):
     @property
     def total_bytes(self) -> int:
         fixed = self.weight_bytes + self.vocoder_bytes + self.tower_bytes + self.workspace_bytes + self.slots_bytes
-        return fixed + self.pages_bytes + self.host_bytes
+        return fixed + self.drafter_bytes + self.pages_bytes + self.host_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -451,6 +458,7 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         )
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
     tower = model.tower if kind.picture_tokens(config) else None
+    drafter = None if model.drafter is None else model.drafter.shape
     n_shards, weight_bytes = max(1, len(model.cuts) // model.n_gpus), kind.weight_bytes(shape, config.rounded)
     if n_shards > 1:
         weight_bytes += (n_shards - 1) * (weight_bytes - kind.embedding_bytes(shape, config.rounded))
@@ -461,6 +469,8 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         vocoder_bytes=kind.vocoder_bytes(shape),
         tower=tower,
         tower_bytes=0 if tower is None else empty_vision(tower, kind.counted).n_bytes,
+        drafter=drafter,
+        drafter_bytes=0 if drafter is None else drafter_bytes(drafter, config.rounded, kind.counted),
         max_picture_tokens=0 if tower is None else kind.picture_tokens(config),
         n_real=model.n_real,
         max_model_len=length,
@@ -469,7 +479,7 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         max_step_tokens=step_tokens,
         n_pages=config.n_pages or 0,
         host_bytes=0,
-        page_bytes=n_shards * shape.page_bytes(PAGE_SIZE),
+        page_bytes=n_shards * shape.page_bytes(PAGE_SIZE) + (0 if drafter is None else drafter.page_bytes),
         state_bytes=n_shards * kind.state_bytes(shape),
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
@@ -606,6 +616,8 @@ def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
     sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
     if plan.tower_bytes:
         sizes += f", vision tower {plan.tower_bytes / 1e9:.1f} GB"
+    if plan.drafter_bytes:
+        sizes += f", draft model {plan.drafter_bytes / 1e9:.1f} GB"
     if plan.vocoder_bytes:
         sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
     sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"

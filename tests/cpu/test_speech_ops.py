@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
+from deltic.ops.cpu.dense import gather
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, gather, keep_rows, talker_rows
+from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, keep_rows, talker_rows
 from deltic.ops.geometry import AttentionHeads, AttentionWeights
 from deltic.ops.kv_formats import KvPages
 from tests.cpu.grid import grid

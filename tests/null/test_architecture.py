@@ -224,7 +224,7 @@ OF_ONE = {
     "CallRules", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob", "CacheLocated", "Chat",
     "Completion", "Sampling", "Shown", "Ticket",
     # Of a sequence, or a step.
-    "Chunk", "Drafter", "Guide", "Lexicon", "Prefix", "Repeats", "Sequence", "Step", "StepResult", "_Entry", "_Guess", "DraftHead",
+    "Chunk", "Drafter", "Guide", "Lexicon", "Prefix", "Repeats", "Sequence", "Step", "StepResult", "_Entry", "_Guess", "DraftHead", "BlockDrafter",
     "Pools", "Reading",
     "Drafting", "ServedModel", "Trace",
     # Numbers of a fixed kind: what is measured, and how long things take.

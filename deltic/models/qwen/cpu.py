@@ -23,6 +23,7 @@ from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
 from deltic.ops.arrays import Array, bfloat16, front
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.draft import keep_features
 from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
 from deltic.ops.cpu.lora import (
     AdapterRows,
@@ -125,6 +126,7 @@ class Activations:
     final: Array  # bfloat16 [R, H]
     logits: Array  # float32 [R, V]
     hidden: Array | None  # bfloat16 [T, H]: as final, of every row, for the draft head or for vectors
+    features: Array | None  # bfloat16 [T, n H]: the residual stream behind shape.feature_layers, side by side
 
 
 def check_kernels(shape: ModelShape) -> None:
@@ -196,6 +198,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
         final=allocate("final", (n_logit_rows, h), bf16),
         logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
         hidden=allocate("hidden states", (t, h), bf16) if shape.has_draft_head or shape.keeps_hidden else None,
+        features=allocate("features", (t, len(shape.feature_layers) * h), bf16) if shape.feature_layers else None,
     )
 
 
@@ -360,6 +363,9 @@ class Qwen:
                 i_attn += 1
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
             self._feed_forward(program, f"layers.{i}.mlp.", layer.mlp, inputs.n_tokens, act)
+            if act.features is not None and i in self.shape.feature_layers:
+                first = self.shape.feature_layers.index(i) * self.shape.hidden_size
+                keep_features(program, act.residual, act.features, first, inputs.n_tokens)
         if act.hidden is not None:
             rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_hidden)
         rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)

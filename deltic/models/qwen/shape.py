@@ -115,6 +115,8 @@ class ModelShape:
     """Ids that a draft head may guess, at most."""
     keeps_hidden: bool = False
     """True if a step keeps the hidden states of all its rows behind the final norm: an embedder's."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers behind which a step keeps its rows' residual stream, for a block drafter (models/dflash)."""
     has_draft_head: bool = False
     """True if the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     kv_cache_dtype: str = "bf16"
@@ -146,7 +148,7 @@ class ModelShape:
         rope = _rope_fields(text)
         rotary_dim = int(head_dim * positive_float(rope, "partial_rotary_factor", 0.25))
         max_positions = positive_int(text, "max_position_embeddings")
-        yarn = _yarn(rope, max_positions)
+        yarn = yarn_scaling(rope, max_positions)
         shape = cls(
             family=family,
             vocab_size=positive_int(text, "vocab_size"),
@@ -210,7 +212,7 @@ class ModelShape:
             if name not in _SCALING_FIELDS and name not in own:
                 raise UnsupportedModelError(name, value, f"fields of it are {', '.join(_SCALING_FIELDS)}")
         made_for = self.max_position_embeddings if self.yarn is None else self.yarn.original_max_position_embeddings
-        yarn = _yarn(rope, made_for)
+        yarn = yarn_scaling(rope, made_for)
         return dataclasses.replace(self, yarn=yarn, max_position_embeddings=_n_positions(made_for, yarn))
 
     @property
@@ -340,32 +342,44 @@ class ModelShape:
         return 1.0 if self.yarn is None else self.yarn.attention_factor
 
     def inv_freq(self) -> list[float]:
-        """Rotary angles per position, rotary_dim/2 float64 values; YaRN applied if the config asks for it.
+        """Rotary angles per position, rotary_dim/2 float64 values."""
+        return rotary_frequencies(self.rotary_dim, self.rope_theta, self.yarn)
 
-        Plain: theta^(-2i/n). YaRN blends that with the same divided by `factor`, along a ramp over i.
-        """
-        n = self.rotary_dim
-        plain = [self.rope_theta ** (-2.0 * i / n) for i in range(n // 2)]
-        yarn = self.yarn
-        if yarn is None:
-            return plain
 
-        def dim_of(n_rotations: float) -> float:
-            window = yarn.original_max_position_embeddings / (n_rotations * 2 * math.pi)
-            return n * math.log(window) / (2 * math.log(self.rope_theta))
+def rotary_frequencies(n: int, theta: float, yarn: YarnScaling | None) -> list[float]:
+    """Angles per position of n rotated dims, n/2 float64 values.
 
-        low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
-        if yarn.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, n - 1)
-        if low == high:
-            high += 0.001  # the published form avoids 0/0 in this way
-        ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(n // 2)]
-        return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
+    Plain: theta^(-2i/n). YaRN blends that with the same divided by `factor`, along a ramp over i.
+    """
+    plain = [theta ** (-2.0 * i / n) for i in range(n // 2)]
+    if yarn is None:
+        return plain
+
+    def dim_of(n_rotations: float) -> float:
+        window = yarn.original_max_position_embeddings / (n_rotations * 2 * math.pi)
+        return n * math.log(window) / (2 * math.log(theta))
+
+    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, n - 1)
+    if low == high:
+        high += 0.001  # the published form avoids 0/0 in this way
+    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(n // 2)]
+    return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
 
 
 HOW_IT_RUNS = frozenset(
-    ("formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype", "head_rows", "most_drafted")
+    (
+        "formats",
+        "tiled_value_heads",
+        "has_draft_head",
+        "kv_cache_dtype",
+        "state_dtype",
+        "head_rows",
+        "most_drafted",
+        "feature_layers",
+    )
 )
 """Fields of a shape that say how a model is stored or run, not what it is."""
 
@@ -447,7 +461,8 @@ def _n_positions(made_for: int, yarn: YarnScaling | None) -> int:
     return made_for if yarn is None else max(made_for, int(yarn.factor * yarn.original_max_position_embeddings))
 
 
-def _yarn(rope: Mapping[str, object], max_positions: int) -> YarnScaling | None:
+def yarn_scaling(rope: Mapping[str, object], max_positions: int) -> YarnScaling | None:
+    """Reads the fields of YaRN; None: positions are not scaled. Raises UnsupportedModelError."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in _DEFAULT_ROPE_TYPES:
         return None

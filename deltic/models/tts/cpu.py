@@ -24,10 +24,10 @@ from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, SpeechWeights
 from deltic.ops.arrays import Array, bfloat16, front
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
-from deltic.ops.cpu.dense import rms_norm, silu_mul
+from deltic.ops.cpu.dense import gather, rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, sample
-from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
+from deltic.ops.cpu.speech import add_bias, code_rows, keep_rows, talker_rows
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionWeights
 from deltic.ops.kv_formats import KvPages
 

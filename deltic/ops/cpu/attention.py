@@ -18,7 +18,7 @@ from deltic.ops.arrays import Array, bfloat16, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHeads, AttentionWeights
-from deltic.ops.kv_formats import KvFormat, KvPages
+from deltic.ops.kv_formats import BF16, KvFormat, KvPages
 
 _FORMATS = ("bf16", "int8", "k8v4")
 """KV formats, in the order of csrc/kv.h."""
@@ -150,4 +150,33 @@ def attention(
         out,
         records,
         records.shape[0],
+    )
+
+
+def block_attention(
+    program: Program,
+    q: Array,
+    heads: AttentionHeads,
+    inputs: AttentionInputs,
+    pages: Array,
+    sees: tuple[bool, int],
+    scratch: tuple[Array, Array],
+    out: Array,
+) -> None:
+    """Does what `attention` does without gates, over bfloat16 pages, for rows that see more, or less. sees:
+    whether a row sees no later one, and less than how many positions away; 0: all.
+
+    scratch: proj, float32 [T, row], and records, as of `attention`.
+    """
+    proj, records = scratch
+    table, (is_causal, window) = inputs.page_table, sees
+    _check_pages("block_attention", heads, KvPages(pages, BF16))
+    check("block_attention", not heads.is_gated, "heads without gates")
+    check("block_attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
+    check("block_attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == bfloat16, "bfloat16 out [T, nq d]")
+    program.call(
+        "deltic_block_attention",
+        *(q, proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, pages, stride(pages)),
+        *(inputs.n_seqs, inputs.seq_start, inputs.seq_context, inputs.batch_slot, table, stride(table)),
+        *(out, records, records.shape[0], is_causal, window),
     )

@@ -1,4 +1,4 @@
-"""The dense operators of a forward: embed, linear, rms_norm, silu_mul, and draft_rows of the draft head.
+"""The dense operators of a forward: embed, gather, linear, rms_norm, silu_mul; draft_rows of the draft head.
 
 linear is y = x W^T, float32 sum and result, for any number of rows by the same arithmetic. Every output
 element is one sum along K in one order (csrc/matrix.h), so prefill, decode and any batch give the same bits.
@@ -36,6 +36,14 @@ def embed(
         )
         check("embed", table.k % 16 == 0, "width % 16 == 0")
     program.call("deltic_embed", *table.whole.arguments, token_ids, out, n_tokens, rows)
+
+
+def gather(program: Program, table: Array, ids: Array, out: Array, n_rows: Array) -> None:
+    """out[m] = table[ids[m]]. table: bfloat16 [V, H]; ids: int32 [M]; out: bfloat16 [M, H], H % 16 == 0."""
+    width = out.shape[1]
+    check("gather", table.dtype == out.dtype == bfloat16 and table.flags.c_contiguous, "contiguous bfloat16 rows")
+    check("gather", table.shape[1] == width and width % 16 == 0, f"a table of width {width}, a multiple of 16")
+    program.call("deltic_gather", ids, table, out, n_rows, width)
 
 
 def linear(

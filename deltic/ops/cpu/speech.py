@@ -24,13 +24,6 @@ def _check_table(operator: str, table: Array, width: int) -> None:
     check(operator, table.shape[1] == width and width % 16 == 0, f"a table of width {width}, a multiple of 16")
 
 
-def gather(program: Program, table: Array, ids: Array, out: Array, n_rows: Array) -> None:
-    """out[m] = table[ids[m]]. ids: int32 [M]; out: bfloat16 [M, H]."""
-    _check_table("gather", table, out.shape[1])
-    check("gather", out.dtype == bfloat16, "bfloat16 out")
-    program.call("deltic_gather", ids, table, out, n_rows, out.shape[1])
-
-
 def add_bias(program: Program, x: Array, bias: Array, n_rows: Array, silu_out: Array | None = None) -> None:
     """x[m] += bias; or, with silu_out, silu_out[m] = bfloat16(SiLU(x[m] + bias)). x: float32 [M, W];
     silu_out: bfloat16 [M, W].

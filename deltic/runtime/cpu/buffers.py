@@ -15,6 +15,7 @@ from deltic.models.vision.cpu import TOKEN, VisionBuffers, allocate_vision
 from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
+from deltic.runtime.cpu.block_drafter import BlockDrafter
 from deltic.runtime.cpu.draft_head import DraftHead
 from deltic.runtime.cpu.sampler import DrawnIds, Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
@@ -68,6 +69,7 @@ class Workspace:
     sampler: Sampler
     activations: Activations
     draft_head: DraftHead | None
+    block_drafter: BlockDrafter | None
     vision: VisionBuffers | None
     picture_rows: Array | None
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
@@ -118,6 +120,7 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
         DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, allocate)
         if shape.has_draft_head
         else None,
+        BlockDrafter(plan, allocate) if plan.drafter is not None else None,
         vision,
         rows,
         allocate("window columns", (*windows, shape.conv_channels), bfloat16),

@@ -11,6 +11,7 @@ from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
+from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.loading import Host, Store
 from deltic.models.packed import check_rounded, map_packed, map_parts, through_cache
 from deltic.models.qwen.adapters import Adapter
@@ -83,6 +84,8 @@ class TextOnCpu(TextKind):
             sizes["vision pixels that wait"] = plan.pixel_bytes
         if plan.joint_head is not None:
             sizes["joint head"] = plan.joint_head.n_bytes
+        if (drafter := plan.drafter) is not None:
+            sizes["drafter rotary tables"] = (plan.max_model_len + PAGE_SIZE) * drafter.head_dim * 4
         return {**sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
 
     def useful_pages(self, plan: TextPlan, config: EngineConfig) -> int:
@@ -208,9 +211,16 @@ class Cpu:
         load = partial(model.load, self.store(plan), progress)
         return through_cache(model.config, model.directory, map_file, load, of_stage(progress, "weights cache"))
 
-    def text_runner(self, plan: TextPlan, weights: PartWeights, vision: Vision | None, progress: Progress) -> Runner:
-        """Makes a runner. vision: of a model that takes pictures."""
-        return Runner(plan, weights[0][0], progress, vision)
+    def text_runner(
+        self,
+        plan: TextPlan,
+        weights: PartWeights,
+        vision: Vision | None,
+        progress: Progress,
+        drafter: DrafterWeights | None = None,
+    ) -> Runner:
+        """Makes a runner. vision: of a model that takes pictures. drafter: of one with a block drafter."""
+        return Runner(plan, weights[0][0], progress, vision, drafter)
 
     def speech_runner(
         self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress

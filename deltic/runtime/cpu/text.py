@@ -16,6 +16,8 @@ import numpy as np
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.messages import ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
+from deltic.models.dflash.cpu import DFlash
+from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
@@ -23,6 +25,8 @@ from deltic.models.vision.weights import VisionWeights
 from deltic.ops.arrays import Array, bfloat16, copy
 from deltic.ops.cpu.attention import kv_pages
 from deltic.ops.cpu.program import Program
+from deltic.ops.geometry import AttentionHeads
+from deltic.ops.kv_formats import BF16, KvFormat
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.cpu.adapters import CpuAdapterMemory
 from deltic.runtime.cpu.buffers import Arena, build_workspace
@@ -30,6 +34,13 @@ from deltic.runtime.cpu.pictures import PictureTower
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import TextPlan
 from deltic.runtime.pools import Pools, RowsOf
+
+
+def _layers_of(pages: Array, first: int, n_layers: int, heads: AttentionHeads, kv: KvFormat) -> Array:
+    """Layers of all pages, uint8 [n_pages, page_bytes], from a byte on: as `kv_pages` says."""
+    size, dtype = kv_pages(len(pages), n_layers, heads, kv)
+    n_bytes = n_layers * kv.layer_bytes(heads.n_kv, heads.dim)
+    return pages[:, first : first + n_bytes].view(dtype).reshape(size)
 
 
 class Runner:
@@ -41,15 +52,17 @@ class Runner:
         weights: Weights,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
+        drafter: DrafterWeights | None = None,
     ) -> None:
-        """vision: where the plan has a tower."""
+        """vision, drafter: where the plan has them."""
         shape = plan.shape
         self.plan = plan
         self.max_logit_rows = plan.max_logit_rows
         arena = Arena()
         self.workspace = build_workspace(plan, arena.allocate)
+        self.pages = arena.allocate("pages", (plan.n_pages, plan.page_bytes), np.uint8)
         self.memory = Memory(
-            pages=arena.allocate("pages", *kv_pages(plan.n_pages, shape.n_kv_layers, shape.heads, shape.kv_format)),
+            pages=_layers_of(self.pages, 0, shape.n_kv_layers, shape.heads, shape.kv_format),
             states=arena.allocate(
                 "states",
                 (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),
@@ -74,11 +87,18 @@ class Runner:
             memory = CpuAdapterMemory(adapters, self.workspace.adapter_memory)
             self.adapters = Adapters(shape, plan.adapters, memory)
         self.model.record(self.program, batch.inputs, self.memory, activations, rows, adapters)
-        self.workspace.sampler.record(self.program, activations.logits)
-        self.pools = Pools() if shape.keeps_hidden else None
+        sampler = self.workspace.sampler
         self.draft_head = self.workspace.draft_head
+        self.block_drafter = self.workspace.block_drafter
+        if self.block_drafter is not None and drafter is not None and plan.drafter is not None:
+            own = DFlash(plan.drafter, drafter, plan.max_model_len)
+            pages = _layers_of(self.pages, shape.page_bytes(), own.shape.n_layers, own.heads, BF16)
+            features, step = activations.features, self.program
+            assert features is not None
+            self.block_drafter.record(self.model, own, batch, pages, sampler, step, features, plan.cpus)
+        sampler.record(self.program, activations.logits)
+        self.pools = Pools() if shape.keeps_hidden else None
         if self.draft_head is not None:
-            sampler = self.workspace.sampler
             self.draft_head.record(self.model, batch, self.memory, activations, sampler, plan.n_threads, plan.cpus)
         self.pictures: PictureTower | None = None
         if vision is not None and rows is not None and self.workspace.vision is not None:
@@ -106,9 +126,9 @@ class Runner:
 
         Raises ConfigError if that cannot be used.
         """
-        pages, states, columns = (
-            array.view(np.uint8).reshape(len(array), -1)
-            for array in (self.memory.pages, self.memory.states, self.memory.columns)
+        pages = self.pages
+        states, columns = (
+            array.view(np.uint8).reshape(len(array), -1) for array in (self.memory.states, self.memory.columns)
         )
         self.tiers = Tiers(
             lambda page: [pages[page]],
@@ -131,8 +151,8 @@ class Runner:
         sampler.fill(step, first_row)
         self.program.run()
         result = sampler.read(step)
-        if self.draft_head is not None:
-            result.guesses, result.guess_s = self.draft_head.follow(step, result.tokens)
+        if (head := self.draft_head or self.block_drafter) is not None:
+            result.guesses, result.guess_s = head.follow(step, result.tokens)
         if self.pools is not None:
             result.vectors = self.pools.follow(step, self._hidden_of(step))
         memory = self.memory
@@ -140,7 +160,7 @@ class Runner:
             copy(memory.states[target], memory.states[source])
             memory.columns[target] = memory.columns[source]
         for source, target in step.page_copies:
-            memory.pages[target] = memory.pages[source]
+            self.pages[target] = self.pages[source]
         return result
 
     def _hidden_of(self, step: Step) -> RowsOf:

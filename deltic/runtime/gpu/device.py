@@ -299,7 +299,7 @@ class Gpu:
         return found
 
     def text_runner(
-        self, plan: TextPlan, weights: PartWeights, vision: Vision | None, progress: Progress
+        self, plan: TextPlan, weights: PartWeights, vision: Vision | None, progress: Progress, drafter: object = None
     ) -> GpuTextRunner | ParallelRunner:
         """Makes a runner. vision: of a model that takes pictures. Raises KernelError."""
         with _named_kernels(), self.levers.bound():
