@@ -8,8 +8,13 @@
 // on the batch, or on the number of threads. A row never multiplies what it may not see: such a token may be a rejected
 // draft's, whose value is no number, and 0 times that is none.
 //
+// A row of an indexed layer whose context is longer than the index chooses reads the chosen groups of four keys and its last tokens, which
+// stand in no group of four yet. They are copied together in order of position and then are all there is: the splits are those of a context
+// of that length, so that a choice of everything has the bits of plain attention.
+//
 // A page holds k as words of two neighbouring elements, [nk, d / 2, 64 keys]: a score is a lane of its own and needs no sum
 // across lanes; then v as rows, [nk, 64 keys, d]. In fewer bits it is as in kv.h.
+#include "head.h"
 #include "kv.h"
 #include "pool.h"
 
@@ -17,11 +22,10 @@
 
 namespace {
 
-constexpr int64_t PAGE = 64;
 constexpr int64_t SPLIT = 8 * PAGE;  // keys of a split: a constant of the arithmetic, changing it changes bits
 constexpr int64_t ROWS = 32;         // query rows (token x head of the group) of a block
-constexpr int64_t MAX_DIM = 256;     // head_dim; checked where the operator is recorded
 constexpr int64_t N_BLOCKS = 512;    // blocks of a wave
+constexpr int64_t GROUP = 4;         // keys that an index chooses together
 
 // Rows of a tile, registers of keys in a tile of scores and of columns in a tile of values: as many accumulators as the
 // registers hold. They do not touch the bits.
@@ -44,20 +48,6 @@ struct Heads {
     int64_t row() const { return k_at() + 2 * n_k * dim; }
     int64_t group() const { return n_q / n_k; }
 };
-
-// Norms one head, then rotates its first `rotary` dims, in pairs (i, i + rotary / 2).
-void norm_rope(const float* x, const float* w, float eps, const float* cos, const float* sin, int64_t dim, int64_t rotary, bf16* out) {
-    float y[MAX_DIM];
-    v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dim) / (float)dim + eps));
-    for (int64_t i = 0; i < dim; i += 16) store(y + i, load(x + i) * scale * (splat(1.0f) + load(w + i)));
-    int64_t half = rotary / 2;
-    for (int64_t i = 0; i < half; i += 16) {
-        v16 a = load(y + i), b = load(y + half + i), c = load(cos + i), s = load(sin + i);
-        store_bf16(out + i, fma(a, c, -(b * s)));
-        store_bf16(out + half + i, fma(b, c, a * s));
-    }
-    for (int64_t i = rotary; i < dim; i += 16) store_bf16(out + i, load(y + i));
-}
 
 // Pair of neighbouring elements of a query, in the form that a product with sixteen keys wants.
 #if defined(__AVX512BF16__)
@@ -118,6 +108,7 @@ struct Record {
 // walks its splits, or, where there are too few blocks, a task for each split and then one for each row.
 struct Block {
     int64_t s, t0, t1, h, n_splits;
+    const int32_t* chosen;  // groups that the one token reads, ascending; null: the rows read whatever they may see
     bool divided;
     int64_t first_task, first_record, first_row;  // among those of the wave
 };
@@ -136,16 +127,20 @@ struct Attention {
     bf16* out;             // [T, nq, d]
     float* records;        // [n_records, d + 16]
     int64_t n_records;
+    const int32_t* chosen;  // [T, n_chosen], or null
+    int64_t n_chosen;
     int64_t causal = 1, window = 0;  // of plain pages: whether rows see no later key; keys less than so many away alone, 0: all
 
     void read(Arguments& a) {
-        a.read(q, proj, heads, pages, page_stride, n_seqs, seq_start, seq_context, place, page_table, table_stride, out, records, n_records);
+        a.read(q, proj, heads, pages, page_stride, n_seqs, seq_start, seq_context, place, page_table, table_stride, out, records, n_records, chosen, n_chosen);
     }
     int64_t n_rows(const Block& b) const { return (b.t1 - b.t0) * heads.group(); }
-    // Position of row r of a block in its sequence.
-    int64_t position(const Block& b, int64_t r) const { return seq_context[b.s] + b.t0 + r / heads.group() - seq_start[b.s]; }
-    // Keys that row r of a block may see: those before this one, and not before the next.
+    // Tokens up to token t of sequence s, itself with them; position of row r of a block in its sequence.
+    int64_t context(int64_t s, int64_t t) const { return seq_context[s] + t - seq_start[s] + 1; }
+    int64_t position(const Block& b, int64_t r) const { return context(b.s, b.t0 + r / heads.group()) - 1; }
+    // Keys that row r of a block may see: those before this one, and not before the next. Of a chosen block, those that it reads.
     int64_t limit(const Block& b, int64_t r) const {
+        if (b.chosen) return n_chosen * GROUP + (position(b, r) + 1) % GROUP;
         if (causal) return position(b, r) + 1;
         const int64_t all = seq_context[b.s] + seq_start[b.s + 1] - seq_start[b.s];
         return window && position(b, r) + window < all ? position(b, r) + window : all;
@@ -154,6 +149,8 @@ struct Attention {
         const int64_t before = position(b, r) - window + 1;
         return window && before > 0 ? before : 0;
     }
+    // Whether the index leaves anything out for token t of sequence s.
+    bool is_chosen(int64_t s, int64_t t) const { return chosen && context(s, t) / GROUP > n_chosen; }
     const bf16* query(const Block& b, int64_t r) const {
         const int64_t head = b.h * heads.group() + r % heads.group();
         return q + ((b.t0 + r / heads.group()) * heads.n_q + head) * heads.dim;
@@ -162,6 +159,23 @@ struct Attention {
         return pages + page_table[place[b.s] * table_stride + position / PAGE] * page_stride;
     }
     const bf16* keys(const Block& b, int64_t position) const { return page(b, position) + b.h * PAGE * heads.dim; }
+
+    // Copies a chosen block's keys [base, base + n_keys), in the order of their positions, to a page of one head.
+    Page* gather(const Block& b, int64_t base, int64_t n_keys) const {
+        alignas(64) static thread_local uint8_t room[4 * PAGE * MAX_DIM];
+        const int64_t dim = heads.dim;
+        for (int64_t to = 0; to < n_keys; to += GROUP) {
+            const int64_t i = (base + to) / GROUP, position = GROUP * (i < n_chosen ? b.chosen[i] : context(b.s, b.t0) / GROUP), from = position % PAGE;
+            if constexpr (KIND == Kv::BF16) {
+                const bf16 *k = keys(b, position), *v = k + heads.n_k * PAGE * dim;
+                for (int64_t j = 0; j < PAGE * dim; j += 2 * PAGE) memcpy((bf16*)room + j + 2 * to, k + j + 2 * from, GROUP * 4);
+                memcpy((bf16*)room + (PAGE + to) * dim, v + from * dim, GROUP * dim * 2);
+            } else {
+                RoundedPage<KIND>(room, 1, 0, dim).copy(to, RoundedPage<KIND>(page(b, position), heads.n_k, b.h, dim), from, dim);
+            }
+        }
+        return (Page*)room;
+    }
     Record record(const Block& b, int64_t split, int64_t r) const {
         return {records + (b.first_record + split * n_rows(b) + r) * Record::size(heads.dim), heads.dim};
     }
@@ -242,7 +256,8 @@ struct Attention {
         const int64_t begin = first(b, 0) / PAGE * PAGE;
         for (int64_t base = begin > split * SPLIT ? begin : split * SPLIT; base < end; base += PAGE) {
             int64_t n_keys = end - base < PAGE ? end - base : PAGE;
-            const bf16 *k = keys(b, base), *v = k + heads.n_k * PAGE * dim, *next = base + PAGE < end ? keys(b, base + PAGE) : k;
+            const bf16 *k = b.chosen ? gather(b, base, n_keys) : keys(b, base), *v = k + (b.chosen ? 1 : heads.n_k) * PAGE * dim;
+            const bf16* next = base + PAGE < end && !b.chosen ? keys(b, base + PAGE) : k;
             each_tile(rows_here, [&](auto n, int64_t r) {
                 constexpr int MR = decltype(n)::value;
                 if (r == 0) score_page<MR, true>(rows, k, v, n_keys, dim, scale, scores);
@@ -277,7 +292,11 @@ struct Attention {
         const int64_t last = limit(b, rows_here - 1), end = last < (split + 1) * SPLIT ? last : (split + 1) * SPLIT;
         for (int64_t base = split * SPLIT; base < end; base += PAGE) {
             const int64_t n_keys = end - base < PAGE ? end - base : PAGE;
-            const RoundedPage<KIND> here(page(b, base), heads.n_k, b.h, dim), next(page(b, base + PAGE < end ? base + PAGE : base), heads.n_k, b.h, dim);
+            const auto view = [&](int64_t at) {
+                if (b.chosen) return RoundedPage<KIND>(gather(b, base, n_keys), 1, 0, dim);
+                return RoundedPage<KIND>(page(b, at), heads.n_k, b.h, dim);
+            };
+            const RoundedPage<KIND> here = view(base), next = b.chosen ? here : view(base + PAGE < end ? base + PAGE : base);
             each_tile<ROUNDED_TILE>(rows_here, [&](auto n, int64_t r) {
                 constexpr int MR = decltype(n)::value;
                 const Quad* x = rows + r * dim / 4;
@@ -524,8 +543,10 @@ void attend_all(Attention<KIND> x) {
     int64_t n_tokens_block = ROWS / x.heads.group();
     auto each_block = [&](auto use) {
         for (int64_t s = 0; s < x.n_seqs; s++)
-            for (int64_t t = x.seq_start[s], end = x.seq_start[s + 1]; t < end; t += n_tokens_block) {
-                Block b{.s = s, .t0 = t, .t1 = t + n_tokens_block < end ? t + n_tokens_block : end};
+            for (int64_t t = x.seq_start[s], end = x.seq_start[s + 1], t1; t < end; t = t1) {
+                t1 = t + n_tokens_block < end ? t + n_tokens_block : end;
+                while (t1 > t + 1 && x.is_chosen(s, t1 - 1)) t1--;
+                Block b{.s = s, .t0 = t, .t1 = t1, .chosen = x.is_chosen(s, t) ? x.chosen + t * x.n_chosen : nullptr};
                 b.n_splits = (x.limit(b, x.n_rows(b) - 1) + SPLIT - 1) / SPLIT;
                 use(b);
             }
@@ -561,7 +582,7 @@ KERNEL(deltic_attn_prepare, Prepare x, void* pages, int64_t page_stride, int64_t
 }
 
 // kv, q bf16 [T, nq, d], proj, n_q, n_k, d, gated, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
-// page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
+// page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records, chosen i32 [T, n_chosen] or null, n_chosen
 extern "C" __attribute__((visibility("default"))) void deltic_attention(const int64_t* arguments) {
     with_format(arguments[0], [&](auto kind) { call(attend_all<decltype(kind)::value>, arguments + 1); });
 }

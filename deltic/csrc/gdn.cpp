@@ -3,7 +3,7 @@
 //   u_t = SiLU(conv4(bf16(q|k|v)))            q, k l2-normalised per head, q scaled by dk^-1/2
 //   beta = sigmoid(b), alpha = exp(-exp(A_log) softplus(a + dt_bias))
 //   e_t = beta (v_t - alpha S^T k_t);  S = alpha S + k_t e_t^T;  o_t = S^T q_t
-//   out = bf16(w * rms(o) * SiLU(z))
+//   out = bf16(w * rms(o) * SiLU(z)), or sigmoid(z)
 //
 // Source: Yang et al., "Gated Delta Networks" (2024), eq. 10, with the prediction read from the decayed state. A prefill
 // chunk is stepped token by token with the state in the first-level cache: the same arithmetic as a decode, hence the
@@ -84,6 +84,7 @@ struct Gdn {
     float eps;
     int64_t n_k, n_v, dk, dv;
     bool tiled;  // value head h reads key head h % n_k, not h / (n_v / n_k)
+    bool sigmoid_gate;
     const int32_t *n_redo, *is_lazy, *place;
     bf16* window_columns;  // [places, W, C]: what column() gave
     int64_t window_columns_stride;
@@ -94,7 +95,7 @@ struct Gdn {
 
     void read(Arguments& a) {
         a.read(proj, row, n_seqs, seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot, conv_w, conv_state,
-               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, tiled, n_redo, is_lazy, place,
+               conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, tiled, sigmoid_gate, n_redo, is_lazy, place,
                window_columns, window_columns_stride, window_gates, window_gates_stride, layer, out);
     }
     int64_t channels() const { return 2 * n_k * dk + n_v * dv; }
@@ -305,7 +306,10 @@ struct Gdn {
 
     void gated_norm(const float* x, const float* z, bf16* y) const {
         v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dv) / (float)dv + eps));
-        for (int64_t i = 0; i < dv; i += 16) store_bf16(y + i, load(norm_w + i) * (load(x + i) * scale) * silu(load(z + i)));
+        for (int64_t i = 0; i < dv; i += 16) {
+            const v16 gate = load(z + i);
+            store_bf16(y + i, load(norm_w + i) * (load(x + i) * scale) * (sigmoid_gate ? sigmoid(gate) : silu(gate)));
+        }
     }
 };
 

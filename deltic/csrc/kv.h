@@ -244,4 +244,14 @@ struct RoundedPage {
             for (int64_t c = 0; c < dim / 2; c++) to[4 * c] = (uint8_t)(codes[c] | codes[dim / 2 + c] << 4);
         }
     }
+
+    // Copies four tokens, which stand together in both pages, to the places from `to` on.
+    void copy(int64_t to, const RoundedPage& page, int64_t from, int64_t dim) const {
+        const int64_t n_values = dim * VALUE_BITS / 8;  // bytes of a token's
+        for (int64_t i = 0; i < dim / 4; i++) memcpy(keys + (i * 64 + to) * 4, page.keys + (i * 64 + from) * 4, 16);
+        memcpy(values + to * n_values, page.values + from * n_values, 4 * n_values);
+        memcpy(key_scales + to, page.key_scales + from, 16);
+        memcpy(value_scales + to, page.value_scales + from, 16);
+        if constexpr (HAS_LEAST) memcpy(least_values + to, page.least_values + from, 16);
+    }
 };

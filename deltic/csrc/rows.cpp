@@ -25,22 +25,26 @@ KERNEL(deltic_rms_norm, const float* x, const float* w, bf16* out, const int32_t
     });
 }
 
-// Writes what a draft head reads: the zero-centred RMSNorm of a token's embedding, and behind it that of a hidden state.
-// table (packed [V, H]), token_ids i32 [T], hidden bf16 [T, H], embedding norm and hidden norm f32 [H], out bf16 [T, 2H], T (counted),
-// scratch f32 [T, H], eps
+// Writes what a draft head reads, a row a residual stream: the zero-centred RMSNorm of a token's embedding, and behind it the stream's part
+// of that of a hidden state, which is one over all streams.
+// table (packed [V, H]), token_ids i32 [T], hidden bf16 [T, S H], embedding norm f32 [H], hidden norm f32 [S H], out bf16 [T S, 2H], T (counted),
+// scratch f32 [T, S H], S, eps
 KERNEL(deltic_draft_rows, Matrix table, const int32_t* ids, const bf16* hidden, const float* embed_norm, const float* hidden_norm,
-       bf16* out, Counted n_tokens, float* scratch, float eps) {
-    const int64_t width = table.k;
+       bf16* out, Counted n_tokens, float* scratch, int64_t n_streams, float eps) {
+    const int64_t width = table.k, whole = n_streams * width;
     parallel_for(n_tokens, [&](int64_t t, int) {
-        float* row = scratch + t * width;
-        auto normed = [&](const float* w, bf16* to) {
-            v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, width) / (float)width + eps));
-            for (int64_t i = 0; i < width; i += 16) store_bf16(to + i, load(row + i) * scale * (splat(1.0f) + load(w + i)));
+        float* row = scratch + t * whole;
+        // to: where column i goes.
+        auto normed = [&](const float* w, int64_t n, auto to) {
+            v16 scale = splat(1.0f / sqrtf(sum_of_squares(row, n) / (float)n + eps));
+            for (int64_t i = 0; i < n; i += 16) store_bf16(to(i), load(row + i) * scale * (splat(1.0f) + load(w + i)));
         };
+        bf16* first = out + t * 2 * whole;
         unpack_row(table, ids[t], row);
-        normed(embed_norm, out + t * 2 * width);
-        for (int64_t i = 0; i < width; i += 16) store(row + i, load_bf16(hidden + t * width + i));
-        normed(hidden_norm, out + t * 2 * width + width);
+        normed(embed_norm, width, [&](int64_t i) { return first + i; });
+        for (int64_t s = 1; s < n_streams; s++) memcpy(first + s * 2 * width, first, width * 2);
+        for (int64_t i = 0; i < whole; i += 16) store(row + i, load_bf16(hidden + t * whole + i));
+        normed(hidden_norm, whole, [&](int64_t i) { return first + i / width * 2 * width + width + i % width; });
     });
 }
 

@@ -275,16 +275,22 @@ def test_rms_norm(program: Program, rows: int, width: int) -> None:
     assert out[rows:].isnan().all() and picked[1].isnan().all()
 
 
+@pytest.mark.parametrize("n_streams", [1, 3])
 @pytest.mark.parametrize("format", FORMATS)
-def test_draft_rows(program: Program, format: str) -> None:
-    table, hidden, norms = packed(torch.randn(50, 96).to(BF16), format), torch.randn(5, 96).to(BF16), torch.randn(2, 96)
-    out, scratch = poison(5, 192, dtype=BF16), poison(5, 96)
-    draft_rows(program, table, i32(3, 49, 0, 7, 1), hidden, DraftNorms(*norms, 1e-6), out, count(4), scratch)
+def test_draft_rows(program: Program, format: str, n_streams: int) -> None:
+    n, width = n_streams, n_streams * 96
+    table, hidden = packed(torch.randn(50, 96).to(BF16), format), torch.randn(5, width).to(BF16)
+    norms, out, scratch = (
+        DraftNorms(torch.randn(96), torch.randn(width), 1e-6),
+        poison(5 * n, 192, dtype=BF16),
+        poison(5, width),
+    )
+    draft_rows(program, table, i32(3, 49, 0, 7, 1), hidden, norms, out, count(4), scratch)
     program.run()
-    embedded = tensor_of(table.unpack()[0])[[3, 49, 0, 7]]
-    close(out[:4, :96], oracle.rms_norm(embedded, norms[0], 1e-6), ONE_BF16_ULP)
-    close(out[:4, 96:], oracle.rms_norm(hidden[:4].float(), norms[1], 1e-6), ONE_BF16_ULP)
-    assert out[4:].isnan().all()
+    embedded = tensor_of(table.unpack()[0])[[3, 49, 0, 7]].repeat_interleave(n, 0)
+    close(out[: 4 * n, :96], oracle.rms_norm(embedded, norms.embedding, 1e-6), ONE_BF16_ULP)
+    close(out[: 4 * n, 96:], oracle.rms_norm(hidden[:4].float(), norms.hidden, 1e-6).view(4 * n, 96), ONE_BF16_ULP)
+    assert out[4 * n :].isnan().all()
 
 
 @pytest.mark.parametrize("n", [35, 48, 64, 70])
@@ -379,7 +385,8 @@ class GdnCase:
         v = v.unflatten(-1, (h.n_v, h.v_dim))
         store = None if self.state.dtype == torch.float32 else partial(oracle.stochastic_bfloat16, layer=1)
         o, state = oracle.naive_gdn(q * h.k_dim**-0.5, k, v, g, beta, tiled=h.tiled, store=store)
-        return oracle.gated_rms_norm(o, z.view_as(o), w.norm, 1e-6).flatten(1), state
+        y, z = oracle.gated_rms_norm(o, z.view_as(o), w.norm, 1e-6), z.view_as(o)
+        return (y / z if h.sigmoid_gate else y).flatten(1), state  # SiLU is z sigmoid(z)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -392,6 +399,7 @@ def bits(x: Tensor) -> Tensor:
         (HEADS, torch.float32),
         (GdnHeads(1, 2, 64, 48), torch.float32),
         (GdnHeads(2, 6, 64, 48, tiled=True), torch.float32),
+        (GdnHeads(1, 2, 64, 48, sigmoid_gate=True), torch.float32),
         (HEADS, BF16),
         (GdnHeads(2, 6, 64, 48, tiled=True), BF16),
     ],

@@ -49,6 +49,7 @@ class AttentionInputs:
     n_seqs: Array
     positions: Array  # [T]: the token's number in its sequence
     angles: Array | None = None  # [T] rows of the tables of cos and sin; None: those of the positions
+    group_angles: Array | None = None  # [T] of the first token of the group that an index counts the token to
     token_batch_slot: Array  # [T]
     seq_start: Array  # [S + 1]
     seq_context: Array  # [S]: tokens before the chunk's
@@ -121,8 +122,11 @@ def attention(
     for the splits of blocks of rows that are given to several threads; any number of them will do. Where
     pages are not bfloat16, each query, and softmax's weights of a page times its scales, are rounded to
     multiples of 1/32512 of their largest (csrc/kv.h).
+
+    cache.chosen: int32 [T, n], groups of 4 keys, ascending (ops/cpu/index.py). A token whose context has more
+    whole groups reads these, and behind them what is in no whole group, as if they were its context.
     """
-    pages, table = cache.data, inputs.page_table
+    pages, table, chosen = cache.data, inputs.page_table, cache.chosen
     _check_pages("attention", heads, cache)
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
@@ -150,6 +154,8 @@ def attention(
         out,
         records,
         records.shape[0],
+        chosen,
+        0 if chosen is None else chosen.shape[1],
     )
 
 
@@ -178,5 +184,5 @@ def block_attention(
         "deltic_block_attention",
         *(q, proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, pages, stride(pages)),
         *(inputs.n_seqs, inputs.seq_start, inputs.seq_context, inputs.batch_slot, table, stride(table)),
-        *(out, records, records.shape[0], is_causal, window),
+        *(out, records, records.shape[0], None, 0, is_causal, window),
     )

@@ -97,7 +97,7 @@ def rms_norm(
 
 @dataclass(frozen=True)
 class DraftNorms:
-    """Norms of a draft head's inputs, float32 [H] each."""
+    """Norms of a draft head's inputs: float32 [H] of an embedding, [S H] of a hidden state of S streams."""
 
     embedding: Array
     hidden: Array
@@ -114,18 +114,20 @@ def draft_rows(
     n_tokens: Array,
     scratch: Array,
 ) -> None:
-    """out[t] = bfloat16 of rms_norm(float32(table[token_ids[t]])), then of rms_norm(hidden[t]).
+    """out[t, s] = bfloat16 of rms_norm(float32(table[token_ids[t]])), then of rms_norm(hidden[t])[s].
 
-    table: [V, H]; token_ids: int32 [T]; hidden: bfloat16 [T, H]; out: bfloat16 [T, 2H]; n_tokens: int32
-    scalar, rows in use; scratch: float32 [T, H].
+    table: [V, H]; token_ids: int32 [T]; hidden: bfloat16 [T, S H], S streams in one norm; out: bfloat16 [T S,
+    2H]; n_tokens: int32 scalar, tokens in use; scratch: float32 [T, S H].
     """
-    h = table.k
+    h, whole = table.k, hidden.shape[1]
     check("draft_rows", hidden.dtype == out.dtype == bfloat16, "bfloat16 hidden, out")
     of_embedding, of_hidden = norms.embedding, norms.hidden
     check("draft_rows", of_embedding.dtype == of_hidden.dtype == scratch.dtype == np.float32, "float32 norms, scratch")
-    check("draft_rows", of_embedding.shape == of_hidden.shape == (h,) and h % 16 == 0, f"norms of width {h}")
-    n = token_ids.shape[0]
-    check("draft_rows", hidden.shape == scratch.shape == (n, h) and out.shape == (n, 2 * h), f"{n} rows")
+    check("draft_rows", whole % h == 0 and h % 16 == 0, "streams of the embedding's width, a multiple of 16")
+    check("draft_rows", of_embedding.shape == (h,) and of_hidden.shape == (whole,), f"norms of width {h} and {whole}")
+    n, n_streams = token_ids.shape[0], whole // h
+    fits = hidden.shape == scratch.shape == (n, whole) and out.shape == (n * n_streams, 2 * h)
+    check("draft_rows", fits, f"{n} rows")
     program.call(
         "deltic_draft_rows",
         *table.whole.arguments,
@@ -136,6 +138,7 @@ def draft_rows(
         out,
         n_tokens,
         scratch,
+        n_streams,
         norms.eps,
     )
 

@@ -129,6 +129,7 @@ def gdn(
         heads.k_dim,
         heads.v_dim,
         heads.tiled,
+        heads.sigmoid_gate,
         i.n_redo,
         i.is_lazy,
         i.batch_slot,
