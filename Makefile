@@ -127,7 +127,7 @@ test-clients: $(KERNELS)/.runnable $(VENV)/.build
 	$(BIN)/python -m pip --python build/clients/bin/python install --quiet $(EDITABLE) '.[speech,video]' --group test --group clients
 	build/clients/bin/python -m pytest tests/clients $(NAMED)
 
-# Every kernel of tiny and published models, compiled for every chip of tests/gpu/chips.py: no GPU, half an hour of two CPUs.
+# Every kernel of tiny and published models, compiled for every chip of deltic/ops/gpu/chip.py: no GPU, half an hour of two CPUs.
 targets: $(VENV)/.tests
 	TEST_TARGETS=1 $(BIN)/python -m pytest -s tests/gpu/test_gpu_targets.py
 

@@ -123,7 +123,7 @@ COMMANDS = {
     "rm": Subcommand("delete models from this disk", flags.rm, "commands.models:rm", _alone),
     "ps": Subcommand("list the models that a running server has loaded", flags.ps, "commands.models:ps", _alone),
     "plan": Subcommand("print what fits in memory and the speed to expect",
-        flags.plan, "commands.plan:report", lambda arguments: (settings.planned(arguments),)),
+        flags.plan, "commands.plan:report", lambda arguments: (settings.planned(arguments), arguments.format)),
     "verify": Subcommand("check a model's files, and what is made of them, against others: a page for a bug report",
         flags.verify, "commands.verify:verify", _engine),
     "warmup": Subcommand("compile the GPU's kernels for a model ahead of its first start",

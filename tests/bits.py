@@ -86,8 +86,7 @@ def launched() -> Iterator[tuple[str, bytes]]:
     import torch
     import triton
 
-    from deltic.models.stored import InFormat
-    from deltic.ops.formats import WEIGHT_FORMATS
+    from deltic.models.qwen.weights import dummy_formats
     from deltic.ops.gpu import hopper
     from deltic.ops.gpu.chip import HOPPER
     from deltic.ops.gpu.launch import Levers, launches
@@ -139,7 +138,7 @@ def launched() -> Iterator[tuple[str, bytes]]:
         trace.clear()
         launches.n = 0
         if format != "bf16":
-            plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+            plan = replace(plan, shape=replace(plan.shape, formats=dummy_formats(plan.shape, format)))
         with levers.bound():
             collect(plan)
         yield name, repr((launches.n, trace)).encode()

@@ -68,6 +68,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--everything", action="store_true", help="with --area: the long ones in any case")
     parser.addoption("--in-package", action="store_true", help="only what needs neither torch nor the tree")
     parser.addoption("--not-in-package", action="store_true", help="all but that")
+    parser.addoption(
+        "--as-chip",
+        choices=("sm_86", "sm_89", "sm_120"),
+        help="of tests/gpu: with the kernels and sizes of another card (docs/gpu.md)",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -35,7 +35,7 @@ def variants(max_drafts: int) -> list[tuple[str, Levers, int]]:
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures each lever; prints a table and writes a JSON file. Raises ConfigError."""
-    need_gpu()
+    need_gpu(arguments.as_chip)
     rows = [int(n) for n in arguments.n.split(",")]
     max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
     model = GpuModel.load(config)

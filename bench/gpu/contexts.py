@@ -54,7 +54,7 @@ def context_row(
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures each context; prints a table and writes a JSON file. Raises ConfigError."""
-    need_gpu()
+    need_gpu(arguments.as_chip)
     sizes, contexts = numbers(arguments.n, "--n", int), numbers(arguments.context, "--context", int)
     if min(contexts) < LEAST_CONTEXT:
         raise ConfigError(f"--context {arguments.context}: at least {LEAST_CONTEXT} tokens each")

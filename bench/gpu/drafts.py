@@ -61,7 +61,7 @@ def accept_rows(
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures drafts; prints a table and writes a JSON file. Raises ConfigError."""
-    need_gpu()
+    need_gpu(arguments.as_chip)
     sizes, accepts = numbers(arguments.n, "--n", int), [float(p) for p in arguments.accept.split(",")]
     max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
     config = replace(config, max_drafts=max_drafts)

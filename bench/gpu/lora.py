@@ -28,7 +28,7 @@ from deltic.runtime.gpu.adapters import adapter_bytes
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures adapters; prints a table and writes a JSON file. Raises ConfigError."""
-    need_gpu()
+    need_gpu(arguments.as_chip)
     sizes, prompts = numbers(arguments.n, "--n", int), numbers(arguments.prefill, "--prefill", int)
     model, name = GpuModel.load(config, arguments.format), shape_name(arguments, config)
     if model.run.cuts:

@@ -58,7 +58,7 @@ def kernels(runner: GpuTextRunner, n: int, n_keys: int) -> list[dict[str, Any]]:
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Profiles a step of each number of rows; prints a table and writes a JSON file. Raises ConfigError."""
-    need_gpu()
+    need_gpu(arguments.as_chip)
     sizes, levers = numbers(arguments.n, "--n", int), parse_levers(config.lever)
     model = GpuModel.load(config, arguments.format)
     engine = model.engine(levers, max(sizes))

@@ -18,7 +18,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,8 @@ from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import Weights
-from deltic.models.stored import InFormat
-from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.chip import emulate
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
@@ -69,24 +68,18 @@ class GpuModel:
     run: TextModel
     device: gpu.Gpu
     weights: list[list[Weights]]
-    formats: Mapping[str, WeightFormat] | None
-    """Formats of random weights."""
+    format: str | None
+    """Format of random weights, see `dummy_formats`."""
 
     @classmethod
     def load(cls, config: EngineConfig, format: str | None = None) -> GpuModel:
         """Loads what the settings name, with the draft head if they have drafts, and without a vision tower.
 
-        format: of a dummy's projections. Raises ConfigError for a format that there is not, and for one
-        beside --quantize, which would round the rest.
+        format: of a dummy, see `dummy_formats`. Raises ConfigError.
         """
-        if format is not None and (not config.dummy or config.quantize or format not in WEIGHT_FORMATS):
-            raise ConfigError(
-                f"--format {format}: with --dummy, without --quantize, and one of {', '.join(WEIGHT_FORMATS)}"
-            )
-        formats = None if format is None else InFormat(WEIGHT_FORMATS[format])
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
         device.find_reach()
-        run = settle_text(config, device, formats)
+        run = settle_text(config, device, format)
         if run.shape.has_draft_head and device.n_cuts > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
 
@@ -94,7 +87,7 @@ class GpuModel:
             return run.load(store, lambda stage, done: None, part)[0]
 
         weights = device.parts(run.cuts, load) if run.cuts else [[load(DeviceStore("cuda"), None)]]
-        return cls(run, device, weights, formats)
+        return cls(run, device, weights, format)
 
     def engine(self, levers: Levers, n_rows: int, adapters: AdapterRoom = NO_ADAPTERS, **settings: Any) -> Engine:
         """Makes an engine for up to n_rows sequences, without a prefix cache: prompts come again. The one
@@ -107,12 +100,13 @@ class GpuModel:
         config = replace(
             self.run.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, allow_cache_transfer=False, **settings
         )
-        model = replace(settle_text(config, self.device, self.formats), tower=None, adapters=adapters)
+        model = replace(settle_text(config, self.device, self.format), tower=None, adapters=adapters)
         held = (
             sum(part.n_bytes for part in of_gpu) - (len(of_gpu) - 1) * of_gpu[0].embed.n_bytes
             for of_gpu in self.weights
         )
-        free = self.device.free_bytes() + max(held)
+        in_host = sum(s.data.nbytes for s in self.weights[0][0].embed.segments if not s.data.is_cuda)
+        free = self.device.free_bytes() + max(held) - in_host
         levers = replace(levers, peer=levers.peer and self.device.levers.peer)
         kind = gpu.TextOnGpu(levers)
         kind.check(model.shape)
@@ -305,7 +299,7 @@ def measure(
 
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """The command `deltic bench gpu`: a table and a JSON file. Raises ConfigError."""
-    need_gpu()
+    need_gpu(arguments.as_chip)
     rows, prompts = numbers(arguments.n, "--n", int), numbers(arguments.prefill, "--prefill", int)
     roofs, name, levers = GpuRoofs.measured(), shape_name(arguments, config), parse_levers(config.lever)
     begin = time.perf_counter()
@@ -382,7 +376,9 @@ def _table(title: str, rows: Sequence[JsonObject]) -> Table:
     return table
 
 
-def need_gpu() -> None:
-    """Raises ConfigError where there is none."""
+def need_gpu(as_chip: str | None = None) -> None:
+    """Raises ConfigError where there is none. as_chip: the chip that it is to answer as, see `emulate`."""
     if not torch.cuda.is_available():
         raise ConfigError("this bench needs a GPU, and torch sees none")
+    if as_chip is not None:
+        emulate(as_chip)

@@ -35,6 +35,10 @@ AND_HELP = (
     "comes before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve "
     "Qwen/Qwen3.5-4B --port 8080 --and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
 )
+FORMAT_HELP = (
+    "of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4; or ud-q4_k_xl: all matrices in the types of "
+    "Unsloth's file of that name"
+)
 OUT_HELP = "write the JSON result into this directory"
 
 
@@ -189,8 +193,9 @@ def add_gpu_model(sub: argparse.ArgumentParser, *more: str) -> None:
     add_model(sub)
     add = sub.add_argument
     add("--n", default="1,4,16,64,128", metavar="N,N,...", help="sequences (default: 1,4,16,64,128)")
-    text = "of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4"
-    add("--format", metavar="NAME", help=text)
+    add("--format", metavar="NAME", help=FORMAT_HELP)
+    text = "run the kernels that another chip gets, with its sizes and its card's memory, on the GPU that is here"
+    add("--as-chip", choices=("sm_86", "sm_89", "sm_120"), help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
     add_some(sub, *MEASURED, *more)
 
@@ -311,6 +316,7 @@ def pack(sub: argparse.ArgumentParser) -> None:
 def plan(sub: argparse.ArgumentParser) -> None:
     """Adds the flags of `deltic plan`."""
     add_model(sub)
+    sub.add_argument("--format", metavar="NAME", help=FORMAT_HELP)
     add_config(sub)
     add_engine(sub)
 

@@ -44,15 +44,16 @@ ROWS_PER_S = 12.5
 """Frames of a speech model; a prompt is said to take 64 rows."""
 
 
-def report(config: EngineConfig) -> str:
+def report(config: EngineConfig, format: str | None = None) -> str:
     """The output of `deltic plan`: the memory plan, what fits in it, and the speed that the roofs allow.
 
     Of a name on the hub only what the files say of themselves is read. It is for the device that would serve;
-    or, with --device cuda where there is no GPU, for one with --memory-gb of memory. Raises ConfigError or
-    another ValueError when the model cannot be served with these settings.
+    or, with --device cuda where there is no GPU, for one with --memory-gb of memory. format: of random
+    weights, see `settle`. Raises ConfigError or another ValueError when the model cannot be served with these
+    settings.
     """
     if config.dummy is not None or not is_hub_name(config.model):
-        return _report(config)
+        return _report(config, format=format)
     wanted = wanted_of(config.model, ALL_FILES, config.revision, config.download_dir)
     with tempfile.TemporaryDirectory(prefix="deltic-plan-") as folder:
         try:
@@ -75,7 +76,7 @@ def _check_text(config: EngineConfig, has_vocabulary: bool) -> None:
     SamplingDefaults.load(text_directory(config), ModelConfig())
 
 
-def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
+def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | None = None) -> str:
     """Reports like `report` on a model that is here. has_vocabulary: whether its vocabulary is here, too."""
     on_gpu = is_for_gpu(config)
     device = gpu_device(config, is_here=False) if on_gpu else Cpu()
@@ -86,7 +87,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
         )
     beside = device.text.reserve_bytes // 2
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
-    model, store = settle(config, device), device.text.counted
+    model, store = settle(config, device, format), device.text.counted
     plan: Plan[Any] = plan_of(model, device, max(free, wanted + beside if wanted else 0))
     model.check_files(store)
     _check_text(config, has_vocabulary)
@@ -180,6 +181,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     table = Table("memory", "GB", "what", title=f"Allocated before ready{where}", title_justify="left")
     rows = {
         "weights": (plan.weight_bytes, _weights_text(plan, weights)),
+        "embedding": (plan.table_bytes, "in the host's memory: a step reads one row of it for a token"),
         "vocoder": (plan.vocoder_bytes, "float32"),
         "vision tower": (plan.tower_bytes, "as stored; the buffers are in the next line"),
         "pictures": (
@@ -211,6 +213,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     }
     for name, (n_bytes, what) in rows.items():
         left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
+        left_out |= set() if plan.table_bytes else {"embedding"}
         left_out |= set() if plan.adapters.n else {"adapters"}
         left_out |= set() if plan.drafter else {"draft model"}
         left_out |= set() if plan.tower else {"vision tower", "pictures"}

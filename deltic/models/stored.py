@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from deltic.models.fields import CheckpointError
 from deltic.ops.arrays import Array
@@ -66,20 +66,3 @@ def formats_of(tensors: Mapping[str, StoredTensor]) -> dict[str, WeightFormat]:
                 f"{tensor.where}: experts of one layer are stored as {kinds}; only one format a layer is run"
             )
     return {name: format for name, format in formats.items() if format is not None}
-
-
-class InFormat(dict[str, WeightFormat]):
-    """`formats_of` a checkpoint whose projections are all in one format, as published ones are. Embedding,
-    head and routers are not, nor are the DeltaNet's b and a. For random weights: it answers `in`, `get` and
-    `values` alone.
-    """
-
-    def __init__(self, format: WeightFormat) -> None:
-        super().__init__({"*_proj": format})
-
-    def __contains__(self, name: object) -> bool:
-        return re.search(r"_proj(_qkv|_z)?\b", str(name)) is not None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The format of a projection."""
-        return self["*_proj"] if name in self else default

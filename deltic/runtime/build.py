@@ -31,9 +31,10 @@ from deltic.models.loading import PACKED, forget_headers, open_tensors, without_
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import cut
-from deltic.models.qwen.weights import UNUSED, has_head, stored_shape
+from deltic.models.qwen.weights import MIXES, UNUSED, dummy_formats, has_head, stored_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import check_tower, picture_rules, stored_tower, stored_vision_shape, tower_place
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom, Adapters, adapter_room, given_adapters, refuse_sizes
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
@@ -44,7 +45,6 @@ from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
-    from deltic.ops.formats import WeightFormat
     from deltic.runtime.gpu.compile import Kernels
     from deltic.runtime.gpu.device import Gpu
 
@@ -120,11 +120,14 @@ def check_alone(configs: Sequence[EngineConfig]) -> None:
         raise ConfigError(f"--tensor-parallel {most}: a model on several GPUs is served alone")
 
 
-def settle(config: EngineConfig, device: Cpu | Gpu) -> TextModel | SpeechModel:
-    """Decides what the settings leave open. Raises ValueError subclasses: a bad checkpoint, a setting that
-    this model or device does not honour.
+def settle(config: EngineConfig, device: Cpu | Gpu, format: str | None = None) -> TextModel | SpeechModel:
+    """Decides what the settings leave open. format: of a language model's random weights (`dummy_formats`).
+
+    Raises ValueError subclasses: a bad checkpoint, a setting that this model or device does not honour.
     """
-    return _settle_speech(config, device) if speaks(config) else settle_text(config, device)
+    if format is None and speaks(config):
+        return _settle_speech(config, device)
+    return settle_text(config, device, format)
 
 
 def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
@@ -136,10 +139,11 @@ def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
     return SpeechModel(config=config, directory=directory, shape=shape, n_real=shape.n_drawn)
 
 
-def settle_text(
-    config: EngineConfig, device: Cpu | Gpu, formats: Mapping[str, WeightFormat] | None = None
-) -> TextModel:
-    """Does what `settle` does for a language model. formats: of the matrices of random weights."""
+def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = None) -> TextModel:
+    """Does what `settle` does for a language model."""
+    known = (*WEIGHT_FORMATS, *MIXES)
+    if format is not None and (config.dummy is None or config.quantize or format not in known):
+        raise ConfigError(f"--format {format}: with --dummy, without --quantize, and one of {', '.join(known)}")
     config = without_foreign(config, device.name, "text")
     directory, shape = locate(config)
     embedder = embedder_in(directory) if config.dummy is None else None
@@ -160,8 +164,8 @@ def settle_text(
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)
-    elif formats is not None:
-        shape = replace(shape, formats=formats)
+    elif format is not None:
+        shape = replace(shape, formats=dummy_formats(shape, format))
     if embedder is not None and not has_head(directory):
         shape = replace(shape, tie_word_embeddings=True)  # nothing is drawn from what it gives
     if joint_head is not None and device.n_cuts > 1:
@@ -291,9 +295,11 @@ def needs_of(config: EngineConfig, free_bytes: Mapping[str, int], limit_bytes: i
     return Needs(device.name, plan.total_bytes + kind.reserve_bytes, limit, free, settings)
 
 
-def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:
+def build_runner(
+    config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None, format: str | None = None
+) -> StepRunner:
     """A runner of the configured model. device: by default the one that was asked for, or else a GPU if there
-    is one.
+    is one. format: of random weights, see `settle`.
 
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
@@ -304,7 +310,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
             start.notices.append(NO_PACKAGES)
     progress("plan", 0.0)
     free = device.free_bytes()
-    model = settle(config, device)
+    model = settle(config, device, format)
     if isinstance(model, SpeechModel):
         runner, kind = _build_speech(model, device, free, start)
     else:
@@ -338,7 +344,7 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
     compiling = device.begin_compiling(plan)  # beside reading the weights
     weights, loaded = device.text_weights(model, plan, start.progress)
     first = weights[0][0]
-    if not plan.cuts and first.n_bytes > plan.weight_bytes:
+    if not plan.cuts and first.n_bytes > plan.weight_bytes + plan.table_bytes:
         # A head beside an embedding that the configuration ties to it, which only its values tell.
         model = replace(model, shape=replace(model.shape, tie_word_embeddings=False))
         plan = make_plan(device.text, model, free_bytes)

@@ -108,6 +108,8 @@ class Plan(Generic[S]):
     """Tokens of a draft, at most."""
     adapters: AdapterRoom = NO_ADAPTERS
     """Room for adapters. Its memory is part of the workspace."""
+    table_bytes: int = 0
+    """Bytes of the embedding, where a GPU reads its rows from the host's memory."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
     cuts: tuple[Cuts, ...] = ()
@@ -356,6 +358,10 @@ class Kind(ABC, Generic[S]):
         """Bytes that several parts of a model on one device have once."""
         return 0
 
+    def table_bytes(self, plan: Plan[S]) -> int:
+        """Bytes of a table of the weights that may lie in the host's memory: a step reads rows of it."""
+        return 0
+
     def picture_tokens(self, config: EngineConfig) -> int:
         """Tokens of a picture, at most. 0: prompts have none."""
         return 0
@@ -521,7 +527,10 @@ def _sized(plan: Plan[S], kind: Kind[S], **changes: int) -> Plan[S]:
 
 
 def _shrunk(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
-    """Reduces defaults that do not fit, in the kind's order."""
+    """Reduces defaults that do not fit, in the kind's order, but first moves a table to the host."""
+    if plan.left_bytes < plan.sequence_bytes and not plan.table_bytes:
+        n_bytes = kind.table_bytes(plan)
+        plan = replace(plan, weight_bytes=plan.weight_bytes - n_bytes, table_bytes=n_bytes)
     while plan.left_bytes < plan.sequence_bytes:
         for field, least in kind.shrink:
             value = getattr(plan, field)

@@ -78,7 +78,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
         order.append(("prefill", n_tokens))
         return [600.0 + len(order)] * 5
 
-    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     load = gpu.GpuModel.load
     monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format: model))
@@ -86,7 +86,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out)
+        as_chip=None, n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out)
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -133,13 +133,15 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(max_drafts)
         return SimpleNamespace(runner=runner)
 
-    monkeypatch.setattr(drafts, "need_gpu", lambda: None)
+    monkeypatch.setattr(drafts, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(drafts, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
     rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head
     monkeypatch.setattr(drafts, "accept_rows", lambda *_: rows)
     out = tmp_path / "2026-01-01-h200"
-    arguments = argparse.Namespace(n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8")
+    arguments = argparse.Namespace(
+        as_chip=None, n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8"
+    )
     assert drafts.bench(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
@@ -158,11 +160,16 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
     device = SimpleNamespace(n_gpus=1, n_cuts=1)
     model = SimpleNamespace(run=SimpleNamespace(shape=shape), engine=lambda levers, n: engine, device=device)
-    monkeypatch.setattr(contexts, "need_gpu", lambda: None)
+    monkeypatch.setattr(contexts, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format: model))
     given = dict(n="1,8", format=None, out=str(tmp_path / "2026-01-01-h200"))
-    assert contexts.bench(argparse.Namespace(context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")) == 0
+    assert (
+        contexts.bench(
+            argparse.Namespace(as_chip=None, context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")
+        )
+        == 0
+    )
     assert asked == [(1, 1024), (8, 1024), (1, 32768), (8, 32768)]
     found = json.loads(next((tmp_path / "2026-01-01-h200").glob("gpu-context-*.json")).read_text())
     one, *_, most = found["rows"]
@@ -171,7 +178,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for context, words in (("60", "at least 61"), ("2048", "more than --max-model-len 1024")):
         config = EngineConfig(dummy="qwen3.5-27b", max_model_len=1024)
         with pytest.raises(ConfigError, match=words):
-            contexts.bench(argparse.Namespace(context=context, **given), config)
+            contexts.bench(argparse.Namespace(as_chip=None, context=context, **given), config)
 
 
 @pytest.mark.long
@@ -185,13 +192,14 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return plain
 
     model = SimpleNamespace(run=SimpleNamespace(shape=runner.plan.shape, cuts=()), engine=engine)
-    monkeypatch.setattr(lora, "need_gpu", lambda: None)
+    monkeypatch.setattr(lora, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_: model))
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(lora, "replay_ms", lambda runner, n, n_keys, adapters=(): 1.0 + len(adapters))
     monkeypatch.setattr(lora, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
+        as_chip=None,
         n="2", prompt=3, output=8, prefill="64", rounds=1, format=None, out=str(out), n_loras=2, lora_rank=4
     )  # fmt: skip
     assert lora.bench(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
@@ -218,11 +226,11 @@ def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         made.append(levers)
         return SimpleNamespace(runner=runner)
 
-    monkeypatch.setattr(ablate, "need_gpu", lambda: None)
+    monkeypatch.setattr(ablate, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(ablate, "decode", lambda engine, n, *_, seed: ([0.01] * n, [[n, made[-1].split_k]]))
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    arguments = argparse.Namespace(n="1,8", output=8, out=str(tmp_path / "2026-01-01-h200"))
+    arguments = argparse.Namespace(as_chip=None, n="1,8", output=8, out=str(tmp_path / "2026-01-01-h200"))
     assert ablate.bench(arguments, EngineConfig(dummy="qwen3.5-0.8b")) == 0
     rows = json.loads(next((tmp_path / "2026-01-01-h200").glob("ablate-qwen3.5-0.8b-*.json")).read_text())["rows"]
     assert [row["lever"] for row in rows] == [name for name, _, _ in ablate.variants(0)]
@@ -266,7 +274,7 @@ def test_a_picture_is_encoded(device: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--n", "--prefill"])
 def test_what_is_no_number_is_told_by_its_flag(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "need_gpu", lambda *_: None)
     given = {"n": "1", "prefill": "8192"} | {flag.removeprefix("--"): "1,x"}
     with pytest.raises(ConfigError, match=f"{flag} '1,x'"):
-        gpu.bench_gpu(argparse.Namespace(**given), EngineConfig(dummy="qwen3.5-0.8b"))
+        gpu.bench_gpu(argparse.Namespace(as_chip=None, **given), EngineConfig(dummy="qwen3.5-0.8b"))

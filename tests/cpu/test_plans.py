@@ -77,3 +77,20 @@ def test_decoders_of_pictures_have_room_before_the_cache(monkeypatch: pytest.Mon
     assert plan(on_gpu, 80, 4, cache_host_gb=0.0).host_bytes == plan(on_gpu, 80, 4).host_bytes == 0
     monkeypatch.setattr(planner, "DECODERS_BYTES", 0)
     assert plan(Cpu.text, 18, max_model_len=262144).budget_bytes > roomy.budget_bytes + 10**9
+
+
+def test_an_embedding_goes_to_the_host_before_anything_is_halved() -> None:
+    """Where a GPU is small; a step reads single rows of it. A head that is the embedding is read whole."""
+
+    def plan(name: str, gigabytes: float, **settings: Any) -> TextPlan:
+        config = EngineConfig(dummy=name, device="cuda", **settings)
+        shape = published_shape(name)
+        return planned(config, shape, gpu.TextOnGpu(Levers()), shape.vocab_size, int(gigabytes * 1e9), 10**10)
+
+    wide, tight = plan("qwen3.5-27b", 84), plan("qwen3.5-27b", 83)
+    assert (wide.table_bytes, tight.table_bytes) == (0, 248_320 * 5120 * 2)
+    assert tight.weight_bytes == wide.weight_bytes - tight.table_bytes
+    assert (tight.max_num_seqs, tight.max_model_len) == (128, 32768), "so nothing is halved"
+    small = plan("qwen3.5-27b", 61, max_model_len=65536)
+    assert small.max_num_seqs < 8 and small.max_step_tokens == 1024, "sequences go below 8 before a context is refused"
+    assert plan("qwen3.5-0.8b", 5).max_num_seqs < 128 and not plan("qwen3.5-0.8b", 5).table_bytes

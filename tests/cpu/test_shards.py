@@ -11,8 +11,7 @@ import pytest
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.qwen.shard import Cuts, cut, share
-from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, load_weights, stored_shape
-from deltic.models.stored import InFormat
+from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, dummy_formats, load_weights, stored_shape
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
@@ -161,7 +160,8 @@ def test_columns_of_every_format(name: str) -> None:
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"linear_num_key_heads.*a multiple of 3, to be cut for 3 GPUs"):
         Cuts(published_shape("qwen3.5-27b"), 0, 3)
-    in_blocks = replace(published_shape("qwen3.5-35b-a3b"), formats=InFormat(WEIGHT_FORMATS["fp8"]))
+    whole = published_shape("qwen3.5-35b-a3b")
+    in_blocks = replace(whole, formats=dummy_formats(whole, "fp8"))
     assert len(cut(in_blocks, 4, are_even=True)[1]) == 4
     with pytest.raises(CheckpointError, match=r"--tp-invariant 8: .* columns of an MLP stay together by 128"):
         cut(in_blocks, 8, are_even=True)  # 512 columns of an expert

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,13 @@ from torch import Tensor
 from deltic.models.checkpoint import resolve_model
 from deltic.models.fields import CheckpointError
 from deltic.models.loading import COUNTED_ROWS, Mlp, Skipped, without_skipped
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.shape import PUBLISHED, ModelShape, published_shape
 from deltic.models.qwen.weights import (
     AttnLayer,
     GdnLayer,
     Moe,
     Weights,
+    dummy_formats,
     dummy_weights,
     empty_weights,
     load_weights,
@@ -367,3 +371,42 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "*.safetensors" in asked[0][1]
     with pytest.raises(CheckpointError, match=r"owner/offline: .*hub cannot be reached"):
         resolve_model("owner/offline")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "qwen3.5-27b"])
+def test_random_weights_in_one_format(name: str) -> None:
+    """Projections are in it, also those of a draft head; what published files leave in 16 bits is not."""
+    shape = replace(published_shape(name), has_draft_head=True)
+    weights = empty_weights(replace(shape, formats=dummy_formats(shape, "Q4_K")), None, tied=False)
+    formats = {part: {s.format.name for s in m.segments} for part, m in weights.named_parts() if isinstance(m, Matrix)}
+    plain = {part for part, names in formats.items() if names == {"bf16"}}
+    routers = {part for part in formats if part.endswith(".router")}
+    assert plain == {"embed", "lm_head", "draft_head.fc"} | routers
+    mixed = {part for part, names in formats.items() if names == {"Q4_K", "bf16"}}
+    assert mixed == {part for part in formats if part.endswith(".in_proj")}, "the DeltaNet's b and a"
+    assert all(names == {"Q4_K"} for part, names in formats.items() if part not in plain | mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_bytes", "counts"),
+    [
+        ("qwen3.5-27b", 17_612_564_704, {"Q8_0": 48, "Q4_K": 221, "Q5_K": 70, "Q6_K": 63}),
+        ("qwen3.5-35b-a3b", 22_360_456_160, {"Q8_0": 252, "Q4_K": 78, "Q5_K": 38, "Q6_K": 4}),
+    ],
+)
+def test_random_weights_in_the_types_of_a_published_file(name: str, n_bytes: int, counts: dict[str, int]) -> None:
+    """They take what the file takes beside its 11 MB of names and vocabulary; what has no type is in 32 bits there."""
+    block = {"Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "bf16": (1, 4)}
+    shape = published_shape(name)
+    formats = dummy_formats(shape, "ud-q4_k_xl")
+    assert Counter(format.name for format in formats.values()) == counts
+    weights, held = empty_weights(replace(shape, formats=formats), None, tied=False), 0.0
+    for _, part in weights.named_parts():
+        if isinstance(part, Matrix):
+            sizes = (
+                part.n_matrices * s.n * s.k / block[s.format.name][0] * block[s.format.name][1] for s in part.segments
+            )
+            held += sum(sizes)
+        else:
+            held += 4 * math.prod(part.shape)
+    assert abs(held + 11e6 - n_bytes) < 1e6

@@ -23,6 +23,13 @@ if HAS_TRITON and not torch.cuda.is_available():
     quicken()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if HAS_TRITON and (name := config.getoption("--as-chip")):
+        from deltic.ops.gpu.chip import emulate
+
+        emulate(name)
+
+
 def pytest_ignore_collect(collection_path: object) -> bool | None:
     return None if HAS_TRITON else True
 

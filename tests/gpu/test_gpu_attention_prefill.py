@@ -16,9 +16,8 @@ from deltic.ops.geometry import AttentionHeads, AttentionWeights
 from deltic.ops.gpu import attention_prefill as attention_module
 from deltic.ops.gpu.attention_prefill import Axes, FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.chip import described, tiles_of
+from deltic.ops.gpu.chip import CHIPS, described, tiles_of
 from deltic.ops.kv_formats import BF16, KvFormat, KvPages
-from tests.gpu.chips import CHIPS
 from tests.gpu.kv_pages import QUANTISED, quantised, values_of
 from tests.reference import layers
 

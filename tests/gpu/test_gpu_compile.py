@@ -189,9 +189,7 @@ def _collected() -> dict[str, Any]:
 
 def _launches() -> dict[str, list[int]]:
     """Kernels of a decode of one row and of a prefill of one block, by the kind of model and the format of its weights."""
-    from deltic.models.qwen.weights import empty_weights
-    from deltic.models.stored import InFormat
-    from deltic.ops.formats import WEIGHT_FORMATS
+    from deltic.models.qwen.weights import dummy_formats, empty_weights
     from deltic.ops.gpu.launch import launches
     from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.compile import collecting
@@ -201,7 +199,7 @@ def _launches() -> dict[str, list[int]]:
     for kind in ("dense", "moe"):
         plan = replace(_plan(kind), host_bytes=0)
         for format in ("bf16", "fp8"):
-            of_format = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+            of_format = replace(plan, shape=replace(plan.shape, formats=dummy_formats(plan.shape, format)))
             weights = empty_weights(of_format.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
             runner = GpuTextRunner(of_format, [weights])
             counts = found[f"{kind} {format}"] = []

@@ -15,7 +15,7 @@ from deltic.models.qwen.gpu_linears import Linears
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import hopper, linear
-from deltic.ops.gpu.chip import HOPPER, described
+from deltic.ops.gpu.chip import HOPPER, chip, described
 from deltic.ops.gpu.fp8 import block_scales, fp8_rows
 from deltic.ops.gpu.launch import Levers, allocate_on, launches
 from deltic.ops.gpu.linear import Narrow, decoded_config, narrow_config, narrow_linear, narrow_swiglu
@@ -23,9 +23,7 @@ from deltic.ops.gpu.weight import DeviceStore
 from deltic.ops.matrix import Matrix, planes
 from tests.quantised_rows import random_rows
 
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or not chip().is_hopper, reason="needs a Hopper GPU")
 FP8 = hopper.HopperFormat(hopper.E4M3)
 BLOCKS = hopper.HopperFormat(hopper.E4M3, in_blocks=True)
 INT4 = hopper.HopperFormat(hopper.CODES, 128)

@@ -18,12 +18,11 @@ from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import Routing
 from deltic.ops.gpu.blocks import Blocks
-from deltic.ops.gpu.chip import described
+from deltic.ops.gpu.chip import CHIPS, described
 from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.moe_decode import MoeScratch, MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, MoePrefillTiles, moe_prefill, moe_prefill_scratch
 from deltic.ops.matrix import Matrix
-from tests.gpu.chips import CHIPS
 from tests.gpu.matrices import in_rows
 from tests.reference.layers import linear, route, swiglu
 

@@ -24,17 +24,16 @@ import pytest
 import triton
 
 from deltic.machine import n_usable_cpus
-from deltic.models.stored import InFormat
+from deltic.models.qwen.weights import dummy_formats
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.attention_prefill import FlashTile, flash_tile
-from deltic.ops.gpu.chip import HOPPER, described
+from deltic.ops.gpu.chip import CHIPS, HOPPER, KIB, Chip, chip, described, emulate
 from deltic.ops.gpu.fp8 import Wide
 from deltic.ops.gpu.gdn_prefill import _limit, _scan_stages
 from deltic.ops.gpu.linear import Narrow, narrow_config, wide_config
 from deltic.ops.gpu.moe_prefill import MoePrefillTiles, moe_prefill_tiles
-from tests.gpu.chips import CHIPS, KIB
 from tests.planned import settled
 
 pytestmark = pytest.mark.long
@@ -44,6 +43,9 @@ IS_FULL = "TEST_TARGETS" in os.environ
 NAMES = [
     name for name in (CHIPS if IS_FULL else ("sm_80", "sm_90", "sm_120", "gfx942")) if CHIPS[name].is_nvidia or HAS_AMD
 ]
+HERE = " here"
+"""Behind the name of a chip: as it is emulated on a Hopper."""
+EMULATED = [f"{name}{HERE}" for name in (("sm_86", "sm_89", "sm_120") if IS_FULL else ("sm_86",))]
 TINY = ("dense", "moe")
 FEW_FORMATS = ("int4", "fp8")
 IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
@@ -90,12 +92,16 @@ class Compiled:
     spilled: int = 0
 
 
+def chip_of(name: str) -> Chip:
+    return CHIPS[name.removesuffix(HERE)]
+
+
 def run(names: list[str], cache: Path) -> Any:
     """What this module says as a program, with a cache of its own. In this process Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.test_gpu_targets", *names], capture_output=True, text=True,
-        cwd=Path(__file__).parents[2], env=environment | {"TRITON_CACHE_DIR": str(cache / names[0])},
+        cwd=Path(__file__).parents[2], env=environment | {"TRITON_CACHE_DIR": str(cache / names[0].replace(" ", "-"))},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -106,7 +112,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compile
     """By chip: of one process or, when all are asked for, of one for each chip and as many at once as there are CPUs."""
     cache = tmp_path_factory.mktemp("triton")
     with ThreadPoolExecutor(n_usable_cpus()) as pool:
-        parts = pool.map(lambda names: run(names, cache), [[name] for name in NAMES] if IS_FULL else [NAMES])
+        processes = [[name] for name in NAMES] if IS_FULL else [NAMES]
+        parts = pool.map(lambda names: run(names, cache), [*processes, *([name] for name in EMULATED)])
     found = {name: [Compiled(**kernel) for kernel in kernels] for part in parts for name, kernels in part.items()}
     if IS_FULL:
         print(
@@ -116,15 +123,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compile
             most = [max(getattr(kernel, field) for kernel in kernels) for field in ("shared", "registers", "spilled")]
             seconds = sum(kernel.seconds for kernel in kernels)
             print(
-                f"| {name} | {len(kernels)} | {seconds:.0f} | {most[0]} | {CHIPS[name].shared_bytes} | {most[1]} | {most[2]} |"
+                f"| {name} | {len(kernels)} | {seconds:.0f} | {most[0]} | {chip_of(name).shared_bytes} | {most[1]} | {most[2]} |"
             )
     return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *EMULATED])
 def test_every_kernel_compiles_and_fits(compiled: dict[str, list[Compiled]], name: str) -> None:
-    kernels, chip = compiled[name], CHIPS[name]
+    kernels, chip = compiled[name], chip_of(name)
     assert len({kernel.name for kernel in kernels}) > 25
     assert not [kernel for kernel in kernels if kernel.error]
     assert not [kernel for kernel in kernels if kernel.shared > chip.shared_bytes]
@@ -215,7 +222,7 @@ def _jobs(
 
     plan = _plan(model, max_drafts, has_pictures, has_adapters)
     if format != "bf16":
-        plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+        plan = replace(plan, shape=replace(plan.shape, formats=dummy_formats(plan.shape, format)))
     plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
     try:
         return collect(plan)
@@ -283,7 +290,9 @@ def _resources(kernel: Any, scratch: Path) -> dict[str, int]:
 def _compile(name: str) -> list[Compiled]:
     from deltic.runtime.gpu.compile import compile_for, fix_keys
 
-    compile_for(CHIPS[name])
+    compile_for(HOPPER if name in EMULATED else CHIPS[name])
+    if name in EMULATED:
+        emulate(name.removesuffix(HERE))
     fix_keys()
     walks = product(IN_FORMATS, WEIGHT_FORMATS) if IS_FULL else product(["moe"], FEW_FORMATS)
     jobs = [job for walk in [*product(MODELS if IS_FULL else TINY), *walks] for job in _jobs(*walk)]
@@ -310,7 +319,7 @@ def _compile(name: str) -> list[Compiled]:
     of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
     assert {job.name for job in of_adapters} == WITH_ADAPTERS
     jobs += of_adapters if IS_FULL else {job.name: job for job in of_adapters}.values()
-    of_ranks = _sums_of_ranks(CHIPS[name].target.backend == "cuda")
+    of_ranks = _sums_of_ranks(chip_of(name).is_nvidia)
     assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel", "_all_gather_kernel"}
     jobs += of_ranks
     scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"
@@ -319,7 +328,9 @@ def _compile(name: str) -> list[Compiled]:
     for job in jobs:
         begun, result = time.perf_counter(), Compiled(job.name, 0.0)
         try:
-            result = replace(result, **_resources(job.kernel.preload(job.specialisation), scratch))
+            kernel = job.kernel.preload(job.specialisation)
+            assert name not in EMULATED or chip().multiplies_from_shared or "wgmma.mma" not in kernel.asm["ptx"]
+            result = replace(result, **_resources(kernel, scratch))
         except Exception as failure:
             result = replace(result, error=f"{type(failure).__name__}: {failure}"[:500])
         found.append(replace(result, seconds=time.perf_counter() - begun))

@@ -24,11 +24,10 @@ from tests.tiny_vision import PUBLISHED, TINY, random_tower, tower_of
 pytest.importorskip("triton")
 from deltic.models.loading import COUNTED_ROWS
 from deltic.models.vision.gpu import PIECE, VisionGpu, check_vision_gpu, vision_buffers
-from deltic.ops.gpu.chip import described, tiles_of
+from deltic.ops.gpu.chip import CHIPS, described, tiles_of
 from deltic.ops.gpu.linear import ADD, BIAS, GELU_ERF, GELU_TANH, biased_linear
 from deltic.ops.gpu.vision import HeadColumns, PatchGrid, layer_norm, patch_attention, patch_keys, patch_positions
 from deltic.ops.gpu.weight import DeviceStore
-from tests.gpu.chips import CHIPS
 from tests.gpu.matrices import in_rows
 
 HAS_GPU = torch.cuda.is_available()

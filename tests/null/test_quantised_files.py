@@ -25,9 +25,9 @@ from torch import Tensor
 from deltic.models.fields import CheckpointError
 from deltic.models.loading import open_tensors, read_headers
 from deltic.models.mapped import Header
-from deltic.models.stored import InFormat, StoredTensor
+from deltic.models.stored import StoredTensor
 from deltic.models.tensors import stored_tensors
-from deltic.ops.formats import WEIGHT_FORMATS, Quantised
+from deltic.ops.formats import Quantised
 from tests import tiny_quantised as tiny
 from tests.tensors import array_of
 from tests.tiny import tiny_checkpoint
@@ -726,17 +726,3 @@ def test_configs_of_anything(tmp_path: Path, config: dict[str, Any]) -> None:
             read(matrix(tmp_path, parts, config))
         except CheckpointError as error:
             assert "checkpoint_format" in str(error) or "config.json" in str(error)
-
-
-def test_the_projections_of_random_weights_in_one_format() -> None:
-    formats, layer = InFormat(WEIGHT_FORMATS["Q4_K"]), "model.layers.3."
-    inside = (
-        "self_attn.q_proj.weight", "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight",
-        "linear_attn.out_proj.weight", "mlp.experts.*.up_proj.weight", "mlp.experts.gate_up_proj",
-    )  # fmt: skip
-    outside = (
-        "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", "linear_attn.in_proj_ba.weight", "mlp.gate.weight",
-        "linear_attn.in_proj_qkvz.weight", "self_attn.q_norm.weight",
-    )  # fmt: skip
-    assert all(layer + name in formats and formats.get(layer + name) == WEIGHT_FORMATS["Q4_K"] for name in inside)
-    assert not any(layer + name in formats or formats.get(layer + name) for name in outside)

@@ -94,7 +94,7 @@ def inner_unit(shape: ModelShape) -> int:
     """
     groups = [32]
     for name, format in shape.formats.items():
-        if "down_proj" in name or name.startswith("*"):
+        if "down_proj" in name:
             groups.append(OUTER if format.scales.startswith("k") else format.group or 32)
     return math.lcm(*groups)
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.ops.arrays import Array
+from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Layout, Matrix
 
@@ -182,7 +184,7 @@ def unused_parts(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 def weight_bytes(shape: ModelShape, quantize: str | None, store: Store = COUNTED) -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
-    return _weight_bytes(shape, quantize, store.layout, type(shape.formats), tuple(shape.formats.items()))
+    return _weight_bytes(shape, quantize, store.layout, tuple(shape.formats.items()))
 
 
 @functools.lru_cache(maxsize=64)
@@ -269,6 +271,47 @@ def dummy_weights(
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
     fill_dummy(weights, seed, _dummy_vector, store, progress)
     return weights
+
+
+_OF_DENSE = (
+    (r"layers\.([0-6]|5[7-9]|6[0-3])\.mlp\.down|in_proj_qkv|lm_head", "Q6_K"),
+    (r"layers\.([7-9]|1\d|2[0-8])\.mlp\.down|\.[kvo]_proj", "Q5_K"),
+    (r"out_proj|mtp\.fc", "Q8_0"),
+    (r"", "Q4_K"),
+)
+_OF_MIXTURE = (
+    (r"layers\.3[6-9]\.mlp\.experts\.\*\.down", "Q6_K"),
+    (r"experts\.\*\.down|layers\.39\.mlp\.experts", "Q5_K"),
+    (r"experts", "Q4_K"),
+    (r"", "Q8_0"),
+)
+MIXES = {"ud-q4_k_xl": {False: _OF_DENSE, True: _OF_MIXTURE}}
+"""Files with several types, by whether a model has experts: the first pattern that a tensor's name has is
+what counts.
+
+ud-q4_k_xl: Unsloth's UD-Q4_K_XL of Qwen3.6-27B and 35B-A3B. Which kinds of tensors of 35B have which type,
+how many of 27B have which, and the sizes of both files are public. Which layers have the larger types is made
+up.
+"""
+
+
+def dummy_formats(shape: ModelShape, name: str) -> dict[str, WeightFormat]:
+    """The formats of random weights, by `one_name`: all projections in one of WEIGHT_FORMATS, as most
+    published files have them, or all matrices but routers and the DeltaNet's b and a as in one of MIXES.
+    """
+    layers = [(f"{_FLAT_PREFIX}layers.{i}.", kind) for i, kind in enumerate(shape.layer_types)]
+    matrices = [f"{_FLAT_PREFIX}embed_tokens.weight", "lm_head.weight"] if name in MIXES else []
+    if shape.has_draft_head:
+        layers.append((f"{_HEAD}layers.0.", ""))
+        matrices += [f"{_HEAD}fc.weight"] if name in MIXES else []
+    gdn = [f"linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")]
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    mlps = ("experts.*.", "shared_expert.") if shape.is_moe else ("",)
+    mlp = [f"mlp.{which}{part}_proj" for which in mlps for part in ("gate", "up", "down")]
+    for p, kind in layers:
+        matrices += [f"{p}{part}.weight" for part in (gdn if kind == LINEAR_ATTENTION else attention) + mlp]
+    rules = MIXES[name][shape.is_moe] if name in MIXES else (("", name),)
+    return {one: WEIGHT_FORMATS[next(f for pattern, f in rules if re.search(pattern, one))] for one in matrices}
 
 
 def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generator) -> Array:

@@ -8,8 +8,11 @@ By default it is the device that is here. A process may describe another one (`d
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.language.target_info import is_hip
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -30,6 +34,8 @@ class Chip:
     n_sms: int
     shared_bytes: int
     """Shared memory that one program may have."""
+    memory_bytes: int = 0
+    """Memory of the device, as its driver says. 0: that of the GPU that is here."""
 
     @property
     def is_nvidia(self) -> bool:
@@ -60,11 +66,27 @@ class Chip:
         return max(1, min(most, fit if self.multiplies_from_shared else fit + 1))
 
 
-HOPPER = Chip(GPUTarget("cuda", 90, 32), 132, 227 * 1024)
+KIB = 1024
+GIB = 1 << 30
+HOPPER = Chip(GPUTarget("cuda", 90, 32), 132, 227 * KIB)
+CHIPS = {
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), 108, 163 * KIB),  # A100
+    "sm_86": Chip(GPUTarget("cuda", 86, 32), 82, 99 * KIB, int(23.69 * GIB)),  # RTX 3090
+    "sm_89": Chip(GPUTarget("cuda", 89, 32), 128, 99 * KIB, int(23.64 * GIB)),  # RTX 4090
+    "sm_90": HOPPER,
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), 148, 227 * KIB),  # B200
+    "sm_120": Chip(GPUTarget("cuda", 120, 32), 170, 99 * KIB, int(31.36 * GIB)),  # RTX 5090
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 304, 64 * KIB),  # MI300X
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), 256, 160 * KIB),  # MI355X
+    "gfx1100": Chip(GPUTarget("hip", "gfx1100", 32), 96, 64 * KIB),  # RX 7900 XTX
+}
+"""Chips that kernels are compiled for, each as its makers say of a card that has it."""
 
 
 class _Described:
     chip: Chip | None = None
+    emulated: str = ""
+    """Name in CHIPS, where kernels are started as if it were here."""
 
 
 described = _Described()
@@ -83,6 +105,42 @@ def _device() -> Chip:
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     shared = getattr(device, "shared_memory_per_block_optin", 64 * 1024)
     return Chip(triton.runtime.driver.active.get_current_target(), device.multi_processor_count, shared)
+
+
+def device_name() -> str:
+    """The name of the GPU that is here, and of the chip that it answers as."""
+    name: str = torch.cuda.get_device_name()
+    return f"{name} as {described.emulated}" if described.emulated else name
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes of a GPU; of an emulated card what it would have left beside what is in use here."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - max(0, total - (chip().memory_bytes or total)))
+
+
+def emulate(name: str) -> None:
+    """Makes `chip()` answer as another of CHIPS on the NVIDIA GPU that is here: for tests and benches.
+
+    Kernels take its sizes and its ways, Triton's passes are those for its architecture, and a kernel that
+    takes more shared memory than it has is refused. torch gets the memory of its card. Only the assembler's
+    target is the GPU that is here, and the vendor's library knows of nothing.
+    """
+    described.chip, described.emulated = CHIPS[name], name
+    triton.knobs.runtime.override_arch = name.replace("_", "")
+    os.environ.pop("TRITON_OVERRIDE_ARCH", None)  # set by Triton for other processes, which emulate nothing
+    triton.knobs.runtime.kernel_load_start_hook.add(_check_shared)
+    if torch.cuda.is_available():
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, CHIPS[name].memory_bytes / total))
+
+
+def _check_shared(module: object, function: object, name: str, files: dict[str, str], hash: str) -> None:
+    """Raises OutOfResources for a kernel that is about to be loaded and does not fit the chip."""
+    about = next(path for file, path in files.items() if file.endswith(".json"))
+    shared = json.loads(Path(about).read_text())["shared"]
+    if shared > chip().shared_bytes:
+        raise OutOfResources(shared, chip().shared_bytes, "shared memory")
 
 
 def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> object:

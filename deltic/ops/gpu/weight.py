@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.formats import BLOCK_ROWS, CODEBOOKS, TABLES, Quantised, WeightFormat, book_of, codes_in
+from deltic.ops.gpu.launch import allocate_in_host
 from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Segment, planes
@@ -310,6 +312,14 @@ class DeviceStore:
         flat[:n].copy_(values[offset : offset + n])
         for rest in torch.split(flat[n:], len(values)):
             rest.copy_(values[: len(rest)])
+
+
+def in_host(table: Matrix) -> Matrix:
+    """The same rows in memory of the host that a GPU reads, if they are not there yet."""
+    if not table.segments[0].data.is_cuda:
+        return table
+    data = [allocate_in_host("table", s.data.shape, s.data.dtype).copy_(s.data) for s in table.segments]
+    return replace(table, segments=tuple(replace(s, data=d) for s, d in zip(table.segments, data, strict=True)))
 
 
 def _flat(part: Tensor | Segment) -> Tensor:

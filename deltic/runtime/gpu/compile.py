@@ -44,7 +44,7 @@ from deltic.engine.step import Progress
 from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
 from deltic.ops.gpu import hopper
-from deltic.ops.gpu.chip import Chip, described
+from deltic.ops.gpu.chip import Chip, chip, described, device_name
 from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launches
 from deltic.runtime.plan import Plan
 
@@ -117,7 +117,7 @@ def _marker(plan: Plan[Any]) -> Path:
     sizes = [*plan.step_sizes]
     if plan.tower is not None:  # what a shape does not say of itself
         sizes.append(sorted(f"{name} {format.name}" for name, format in plan.tower.formats.items()))
-    machine = (triton.runtime.driver.active.get_current_target(), torch.cuda.get_device_name())
+    machine = (chip(), device_name())
     versions = (triton.__version__, torch.__version__, sys.version)
     digest.update(repr((sizes, bound_levers(), machine, versions)).encode())
     return Path(triton.knobs.cache.dir) / f"deltic-{digest.hexdigest()[:24]}.json"

@@ -33,8 +33,9 @@ from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.all_reduce import out_of_reach
+from deltic.ops.gpu.chip import free_bytes
 from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
-from deltic.ops.gpu.weight import DeviceStore
+from deltic.ops.gpu.weight import DeviceStore, in_host
 from deltic.runtime.gpu.adapters import adapter_bytes
 from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, meeting, n_patches
 from deltic.runtime.gpu.collect import collect
@@ -101,7 +102,10 @@ class TextOnGpu(OnGpu, TextKind):
 
     model_len = 32768
     num_seqs, max_num_seqs = 128, MAX_SEQS
-    shrink = (("max_picture_tokens", 4096), ("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096))
+    shrink = (
+        *(("max_picture_tokens", 4096), ("max_num_seqs", 8), ("max_step_tokens", 1024)),
+        *(("max_num_seqs", 1), ("max_model_len", 4096)),
+    )
     max_checkpoints = 1024
     drafts = 0
     largest_picture = 16384  # 4,096 x 4,096 pixels
@@ -131,6 +135,10 @@ class TextOnGpu(OnGpu, TextKind):
     def embedding_bytes(self, shape: ModelShape, quantize: str | None) -> int:
         n_bytes: int = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS).embed.n_bytes
         return n_bytes
+
+    def table_bytes(self, plan: TextPlan) -> int:
+        is_apart = not plan.cuts and not plan.shape.tie_word_embeddings
+        return self.embedding_bytes(plan.shape, plan.quantize) if is_apart else 0
 
     def state_bytes(self, shape: ModelShape) -> int:
         return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING
@@ -199,9 +207,12 @@ def text_runner(
     progress: Progress = lambda stage, done: None,
     vision: Vision | None = None,
 ) -> GpuTextRunner | ParallelRunner:
-    """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts. The rest is as a
-    GpuTextRunner takes it.
+    """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts; an embedding that is
+    planned in the host's memory moves there. The rest is as a GpuTextRunner takes it.
     """
+    if plan.table_bytes:
+        weights[0][0].embed = in_host(weights[0][0].embed)
+        torch.cuda.empty_cache()
     if plan.n_gpus > 1:
         return ParallelRunner(plan, devices, weights, progress, vision)
     joined = None
@@ -253,7 +264,7 @@ class Gpu:
 
     def free_bytes(self) -> int:
         """Free bytes of the GPU that has least."""
-        return INTERPRETED_BYTES if INTERPRETED else min(torch.cuda.mem_get_info(d)[0] for d in self.devices)
+        return INTERPRETED_BYTES if INTERPRETED else min(free_bytes(device) for device in self.devices)
 
     def begin_compiling(self, plan: TextPlan | SpeechPlan, again: bool = False) -> Kernels:
         """See `compile.begin_compiling`."""

@@ -45,6 +45,7 @@ from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.models.vision.pixels import PictureRules
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
+from deltic.ops.gpu.chip import device_name
 from deltic.ops.gpu.launch import bound_levers
 from deltic.ops.gpu.sample import Draws, sample
 from deltic.runtime.gpu.ahead import Ahead, Pending, ResultBuffers
@@ -165,7 +166,7 @@ class GpuRunner:
     def _make_info(self, rules: PictureRules | None = None) -> EngineInfo:
         return engine_info(
             self.plan,
-            torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            device_name() if self.is_gpu else "interpreted",
             rules,
             on_gpu=self.is_gpu,
             kernels=f"Triton {triton.__version__}",
