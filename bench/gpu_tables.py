@@ -7,6 +7,7 @@ from statistics import median
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source
 
 GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+GPU_FORMATS = ("fp8", "int4-g128-bfloat16")
 
 
 def plain_runs(runs: Runs) -> list[Run]:
@@ -27,8 +28,9 @@ def decodes(runs: Runs) -> str:
 
 
 def format_runs(runs: Runs) -> list[Run]:
-    """The newest of each shape with quantised weights."""
-    return [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{shape}-[!0-9]*.json", gpu=True)]
+    """The newest of each shape and format of quantised weights."""
+    names = [f"gpu-{shape}-{format}-*.json" for shape in GPU_SHAPES for format in GPU_FORMATS]
+    return [run for name in names for run in runs.newest(name, gpu=True)]
 
 
 def formats(runs: Runs) -> str:
@@ -142,15 +144,15 @@ def decodes_and_prefills(found: list[Run], *again: str) -> str:
     """A table of runs of `deltic bench gpu`."""
     if not found:
         return missing(*again)
-    sizes = [row["n"] for row in found[0].data["rows"]]
+    sizes = sorted({row["n"] for run in found for row in run.data["rows"]})
     rows = []
     for run in found:
         by_n = {row["n"]: row for row in run.data["rows"]}
         # a prefill without rounds has no range, and is left out
         prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
-        cells = [cell(by_n[n]) for n in sizes]
+        cells = [cell(by_n[n]) if n in by_n else "–" for n in sizes]
         rows.append([name(run), *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
-        shares = [percent(by_n[n]["roof"]) for n in sizes]
+        shares = [percent(by_n[n]["roof"]) if n in by_n else "–" for n in sizes]
         rows.append(["of the roof", *shares, percent(prefill["roof"]) if prefill else "–"])
     read = [run.data["roofs"]["read"] / 1e12 for run in found]
     multiply = [run.data["roofs"]["multiply"] / 1e12 for run in found]
