@@ -376,7 +376,7 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
     settings = read_json(directory / "tokenizer_config.json")
     # Qwen3.5 and later count combining marks as letters; Next and before do not.
     model_type = str(read_json(directory / "config.json").get("model_type", ""))
-    marks = model_type.startswith("qwen3_5")
+    marks = model_type.startswith(("qwen3_5", "qwen4_exp"))
     regex = settings.get("pretokenize_regex") or PRE_TOKENIZERS[marks]
     vocabulary, merges = str(directory / "vocab.json"), str(directory / "merges.txt")
     backend = tokenizers.Tokenizer(models.BPE.from_file(vocabulary, merges))

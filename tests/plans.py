@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.models.fields import CheckpointError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.gpu.launch import Levers
@@ -78,7 +78,7 @@ def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int) 
     n_real = shape.n_drawn if isinstance(kind, SpeechKind) else shape.vocab_size
     try:
         made = planned(config, shape, kind, n_real, free_bytes, HOST_FREE_BYTES)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, UnsupportedModelError) as error:
         return f"{type(error).__name__}: {error}"
     buffers = json.dumps(made.workspace, sort_keys=True).encode()
     told = " ".join(f"{field}={getattr(made, field)}" for field in FIELDS)

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
+    "qwen4exp": "Qwen4ExpForCausalLM",
 }
 """Hugging Face's, by ggml's."""
 
@@ -45,6 +46,22 @@ _EXPERT_SIZES = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+_FLASH_SIZES = {
+    "hc_count": "hyper_connection.count",
+    "hc_lowrank": "hyper_connection.low_rank",
+    "indexer_n_heads": "attention.indexer.head_count",
+    "indexer_head_dim": "attention.indexer.key_length",
+    "indexer_budget": "attention.indexer.top_k",
+    "ngram_size": "ple.ngram_size",
+    "heads_per_ngram": "ple.heads_per_ngram",
+    "ple_conv_kernel_size": "ple.conv_kernel",
+}
+_HASH = {
+    "multipliers": "ple.layer_multipliers",
+    "primes": "ple.head_vocab_sizes",
+    "offsets": "ple.head_offsets",
+    "eos_id": "ple.eos_token_id",
+}
 _TOWER_SIZES = {
     "depth": "block_count",
     "hidden_size": "embedding_length",
@@ -54,7 +71,10 @@ _TOWER_SIZES = {
 }
 """Integers: the names of config.json, and what follows the architecture in the metadata."""
 
-_KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | {
+_KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | _FLASH_SIZES | {
+    "indexer_compress_ratio": "attention.compress_ratios",
+    "ple_layer_ids": "ple.layers",
+    "ple_embed_dim": "embedding_length_per_layer_input",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "num_hidden_layers": "block_count",
     "full_attention_interval": "full_attention_interval",
@@ -235,6 +255,7 @@ def config(model: Gguf) -> dict[str, object]:
             f"{model.file}: {fields.arch}.ssm.inner_size is {inner}, no multiple of ssm.time_step_rank, {n_value_heads}"
         )
     sizes = _SIZES | (_DENSE_SIZES if fields.arch == "qwen35" else _EXPERT_SIZES)
+    flash = _flash_next(fields) if fields.arch == "qwen4exp" else {}
     return {
         "architectures": [ARCHITECTURES[fields.arch]],
         "vocab_size": embedding.shape[0],
@@ -246,6 +267,29 @@ def config(model: Gguf) -> dict[str, object]:
         "eos_token_id": _end_ids(model),
         "rope_parameters": _rope(fields),
         **_layers(fields),
+        **flash,
+    }
+
+
+def _flash_next(fields: _Fields) -> dict[str, object]:
+    """Returns the fields of streams, index and n-grams, whose integers are `ngram_hash` here."""
+    table = fields.model.tensors.get("per_layer_token_embd.weight")
+    if table is None:
+        raise CheckpointError(
+            f"{fields.model.file}: has no tensor 'per_layer_token_embd.weight', the table of n-grams; give a file that has it"
+        )
+    sizes = {name: fields.number(key) for name, key in _FLASH_SIZES.items()}
+    n_heads = (sizes["ngram_size"] - 1) * sizes["heads_per_ngram"]
+    layers = fields.get("ple.layers")
+    return sizes | {
+        "output_gate_type": "sigmoid",
+        "indexer_kv_heads": 1,
+        "indexer_compress_ratio": fields.number("attention.compress_ratios"),
+        "ple_layer_ids": [layer + 1 for layer in layers if isinstance(layer, int)]
+        if isinstance(layers, list)
+        else layers,
+        "ple_embed_dim": fields.number("embedding_length_per_layer_input") * n_heads,
+        "ngram_hash": {name: fields.get(key) for name, key in _HASH.items()} | {"n_rows": table.shape[0]},
     }
 
 

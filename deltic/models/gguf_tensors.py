@@ -34,35 +34,63 @@ from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
 MAX_EXPERTS = 4096
 """Limit of experts. No model comes near it. Each expert becomes three tensors."""
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "attn_q_norm.weight": "self_attn.q_norm.weight",
-    "attn_k_norm.weight": "self_attn.k_norm.weight",
-    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
-    "attn_gate.weight": "linear_attn.in_proj_z.weight",
-    "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",  # of older files of Next
-    "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
-    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
-    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
-    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_norm.weight": "linear_attn.norm.weight",
-    "ssm_out.weight": "linear_attn.out_proj.weight",
-    "ffn_gate_inp.weight": "mlp.gate.weight",
-    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
-} | {
-    f"ffn_{part}{shared}.weight": f"mlp.{'shared_expert.' if shared else ''}{part}_proj.weight"
-    for part in ("gate", "up", "down")
-    for shared in ("", "_shexp")
+_MIXES = {
+    "norm": "hc_norm",
+    "down": "input_mix_weight_down",
+    "up": "input_mix_weight_up",
+    "inject": "block_inject_weight",
 }
+"""Names of a hyper-connection's tensors, behind `hc_attn_`."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
+    f"output_hc_{part}": f"model.hyper_connection_mixer.{name}" for part, name in _MIXES.items()
+}
+
+_LAYER = (
+    {
+        "attn_norm.weight": "input_layernorm.weight",
+        "post_attention_norm.weight": "post_attention_layernorm.weight",
+        "attn_q.weight": "self_attn.q_proj.weight",
+        "attn_k.weight": "self_attn.k_proj.weight",
+        "attn_v.weight": "self_attn.v_proj.weight",
+        "attn_output.weight": "self_attn.o_proj.weight",
+        "attn_q_norm.weight": "self_attn.q_norm.weight",
+        "attn_k_norm.weight": "self_attn.k_norm.weight",
+        "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+        "attn_gate.weight": "linear_attn.in_proj_z.weight",
+        "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",  # of older files of Next
+        "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
+        "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+        "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+        "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_norm.weight": "linear_attn.norm.weight",
+        "ssm_out.weight": "linear_attn.out_proj.weight",
+        "ffn_gate_inp.weight": "mlp.gate.weight",
+        "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+        "ple_key.weight": "ple.key_proj.weight",
+        "ple_value.weight": "ple.value_proj.weight",
+        "ple_norm_key.weight": "ple.norm_key.weight",
+        "ple_norm_query.weight": "ple.norm_query.weight",
+        "ple_norm_conv.weight": "ple.norm_conv.weight",
+        "ple_conv1d.weight": "ple.conv1d.weight",
+        "indexer.q_proj.weight": "self_attn.indexer.q_proj.weight",
+        "indexer.k_proj.weight": "self_attn.indexer.k_proj.weight",
+        "indexer.q_norm.weight": "self_attn.indexer.q_layernorm.weight",
+        "indexer.k_norm.weight": "self_attn.indexer.k_layernorm.weight",
+    }
+    | {
+        f"hc_{block}_{part}.weight": f"{name}_hyper_connection.{of}.weight"
+        for block, name in (("attn", "attn"), ("ffn", "mlp"))
+        for part, of in _MIXES.items()
+    }
+    | {
+        f"ffn_{part}{shared}.weight": f"mlp.{'shared_expert.' if shared else ''}{part}_proj.weight"
+        for part in ("gate", "up", "down")
+        for shared in ("", "_shexp")
+    }
+)
 """Names of a layer's tensors, behind `blk.3.` and `model.layers.3.`."""
 
 _NEXTN = {
@@ -72,7 +100,7 @@ _NEXTN = {
     "shared_head_norm": "norm",
     "embed_tokens": "embed_tokens",
     "shared_head_head": "shared_head",
-}
+} | {f"hc_head_{part}": f"hyper_connection_mixer.{name}" for part, name in _MIXES.items()}
 """Names of the MTP head's tensors, behind `blk.40.nextn.` and `mtp.`."""
 
 _EXPERTS = {"gate": ("gate",), "up": ("up",), "down": ("down",), "gate_up": ("gate", "up")}
@@ -334,18 +362,18 @@ def _experts(prefix: str, parts: tuple[str, ...], whole: Rows) -> Iterator[tuple
 def _changed(name: str, whole: Rows) -> Rows:
     """The tensor of this name as the checkpoint has it."""
     shape = whole.shape
-    if name == "linear_attn.conv1d.weight" and len(shape) == 2:
+    if name.endswith("conv1d.weight") and len(shape) == 2:
         return replace(whole, shape=(shape[0], 1, shape[1]))
     if name == "mlp.shared_expert_gate.weight":
         return replace(whole, shape=(1, shape[-1])) if math.prod(shape) == shape[-1] else whole
     change: Callable[[Array], Array] | None = None
     if name == "linear_attn.A_log":
         change = _log_decay
-    elif re.search(r"norm(_embedding|_hidden)?\.weight$", name) and name != "linear_attn.norm.weight":
-        change = _zero_centred
+    elif re.search(r"norm(_embedding|_hidden|_key|_query|_conv)?\.weight$", name) and name != "linear_attn.norm.weight":
+        change, shape = _zero_centred, (math.prod(shape),)  # of streams: some files have a row for each
     if change is not None and whole.format is not None:
         raise CheckpointError(f"{whole.where} is quantised as {whole.tensor.type}; expected {', '.join(PLAIN)}")
-    return replace(whole, change=change)
+    return replace(whole, change=change, shape=shape)
 
 
 def _zero_centred(values: Array) -> Array:

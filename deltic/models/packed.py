@@ -46,6 +46,7 @@ from deltic.models.qwen.weights import (
     stored_shape,
     weight_bytes,
 )
+from deltic.models.stored import in_ngram_table
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
@@ -59,8 +60,10 @@ packed anew.
 
 _LINE = 64
 _PAGE = 4096
-TOWER = "vision.safetensors"
-"""File of a packed model's vision tower, beside its weights."""
+_COPIED = 1 << 24
+"""Bytes that are copied at a time."""
+TOWER, TABLE = "vision.safetensors", "ngrams.safetensors"
+"""Files of a packed model's vision tower, and of its table of n-grams, beside its weights."""
 
 _ADVICE = "it must be packed again"
 _ABANDONED_S = 3600.0
@@ -180,6 +183,11 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     source, shape = locate(config)
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
+    if shape.ngrams is not None and is_gguf(source):
+        raise ConfigError(
+            f"{source}: its table of n-grams stays in its files, and these are of GGUF; give a checkpoint in safetensors, or "
+            "serve this one as it is"
+        )
     shape = stored_shape(source, shape, drafts=True)
     quantize, rest = resolve_quantize(config, source, shape.formats)
     config = dataclasses.replace(config, quantize=quantize, quantize_rest=rest)
@@ -203,7 +211,8 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         # The weights last: a directory without them is no model yet, and is not taken for one.
         _copy_model_files(source, target)
         if not is_gguf(source):
-            _copy_tower(source, target / TOWER)
+            _copy_tensors(source, target / TOWER, lambda name: name.startswith(UNUSED["vision"]))
+            _copy_tensors(source, target / TABLE, in_ngram_table)
         file = target / PACKED
         save_packed(
             weights, file, config.rounded, notices, lambda done, total: progress("writing", done / total), shape.formats
@@ -364,9 +373,11 @@ def through_cache(
     return weights, notices + cache_notices
 
 
-def _copy_tower(source: Path, file: Path) -> None:
-    """The vision tower of a checkpoint, if it has one, as it is stored there: it is packed when loaded."""
-    headers = {name: h for name, h in read_headers(source).items() if name.startswith(UNUSED["vision"])}
+def _copy_tensors(source: Path, file: Path, is_wanted: Callable[[str], bool]) -> None:
+    """Tensors of a checkpoint, if it has them, as they are stored there: a vision tower is packed when
+    loaded, and a table of n-grams never.
+    """
+    headers = {name: header for name, header in read_headers(source).items() if is_wanted(name)}
     if not headers:
         return
     fields, n_bytes = {}, 0
@@ -381,7 +392,8 @@ def _copy_tower(source: Path, file: Path) -> None:
         for header in headers.values():
             with header.file.open("rb") as stored:
                 stored.seek(header.begin)
-                out.write(stored.read(header.end - header.begin))
+                for begin in range(header.begin, header.end, _COPIED):
+                    out.write(stored.read(min(_COPIED, header.end - begin)))
 
 
 def _copy_model_files(source: Path, target: Path) -> None:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+
 from deltic.models.fields import CheckpointError
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised, WeightFormat
@@ -42,6 +44,33 @@ class StoredTensor(Protocol):
         """
 
 
+_NGRAM_TABLE = ".ple.ple_embedding.", "per_layer_token_embd."
+"""Parts of the names of the tensors of a table of n-grams, in safetensors or in GGUF."""
+
+
+def in_ngram_table(name: str) -> bool:
+    """Returns whether a tensor is of a table of n-grams, which is no weight of the model
+    (qwen/ngram_table.py).
+    """
+    return any(part in name for part in _NGRAM_TABLE)
+
+
+class Beside:
+    """A StoredTensor: the columns of one that holds plain values, then those of another with as many rows."""
+
+    format = None
+
+    def __init__(self, *parts: StoredTensor) -> None:
+        self._parts, self.where = parts, parts[0].where
+        self.shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+        self.dtype = parts[0].dtype
+
+    def read(self, begin: int, end: int) -> Array:
+        """Reads rows as every StoredTensor does."""
+        parts = (np.asarray(part.read(begin, end)) for part in self._parts)
+        return np.concatenate([part.reshape(end - begin, -1) for part in parts], axis=1)
+
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -59,6 +88,8 @@ def formats_of(tensors: Mapping[str, StoredTensor]) -> dict[str, WeightFormat]:
     """
     formats: dict[str, WeightFormat | None] = {}
     for name, tensor in tensors.items():
+        if in_ngram_table(name):
+            continue
         first = formats.setdefault(one_name(name), tensor.format)
         if first != tensor.format:
             kinds = " and ".join(sorted({f.name if f else "16 bits" for f in (first, tensor.format)}))

@@ -15,7 +15,7 @@ from typing import Any
 from deltic.models.fields import CheckpointError
 from deltic.models.layouts import PLAIN, Columns, Fp4, Fp8, Int8, Module, Packed, Plain, Said, Stored
 from deltic.models.mapped import Header, MappedFiles
-from deltic.models.stored import StoredTensor
+from deltic.models.stored import StoredTensor, in_ngram_table
 
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 
@@ -254,6 +254,8 @@ def _spread_text(tensor: Stored) -> str:
 
 def _place(name: str) -> tuple[str, str]:
     """The name that the bfloat16 checkpoint has, and the role there ("" of what is never quantised)."""
+    if in_ngram_table(name):
+        return name, ""
     base, _, last = name.rpartition(".")
     if last in _ROLES:
         stacked = base.endswith((".experts.gate_up_proj", ".experts.down_proj"))

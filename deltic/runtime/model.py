@@ -19,6 +19,7 @@ from deltic.models.fields import read_json
 from deltic.models.joint_head import HeadShape
 from deltic.models.loading import PACKED, Declaration, Store
 from deltic.models.packed import check_packed
+from deltic.models.qwen.ngram_table import NgramTable, dummy_ngram_table, ngram_table_of
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import AttnLayer, Weights, check_weights, dummy_weights, load_weights
@@ -107,6 +108,12 @@ class TextModel(Model[ModelShape]):
             return dummy_weights(shape, config.seed, on_bytes, quantize=config.rounded, store=store), []
         return load_weights(self.directory, shape, on_bytes, quantize=config.rounded, store=store, cuts=part)
 
+    def ngram_table(self) -> NgramTable | None:
+        """The table of the n-gram embedding, of weights that are mapped."""
+        if self.config.dummy is not None:
+            return dummy_ngram_table(self.shape.ngrams, self.config.seed) if self.shape.ngrams else None
+        return ngram_table_of(self.directory, self.shape.ngrams)
+
     def load_tower(self, store: Store) -> tuple[Vision | None, list[str]]:
         """Weights of the vision tower, if one is run, with how the model wants its pictures; and notices."""
         if self.tower is None:
@@ -133,6 +140,7 @@ class TextModel(Model[ModelShape]):
             return
         if (self.directory / PACKED).exists():
             check_packed(self.directory / PACKED, self.shape)
+            self.ngram_table()
         else:
             shape = self.cuts[0].whole if self.cuts else self.shape
             check_weights(self.directory, shape, self.config.rounded, store)

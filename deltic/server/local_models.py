@@ -23,7 +23,7 @@ from deltic.models.checkpoint import locate, locate_speech, speaks
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import SUFFIX, chosen, is_gguf, models_among, open_gguf, set_name, tower_among
 
-FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next"}
+FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next", "qwen4_exp": "qwen4exp"}
 """Architectures as Ollama and GGUF files name them, by the shape's."""
 
 FILE_TYPES = {

@@ -353,7 +353,95 @@ def test_unknown_architecture_and_model_type_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         ModelShape.from_config({**wrapped_config(), "architectures": ["LlamaForCausalLM"]})
     with pytest.raises(UnsupportedModelError, match="model_type"):
-        ModelShape.from_config({"model_type": "qwen4_exp"})
+        ModelShape.from_config({"model_type": "qwen5_exp"})
+
+
+def flash_config() -> dict[str, Any]:
+    """A config as the multimodal release of Qwen3.8-Flash-Next writes it."""
+    config = moe_config()
+    config |= {
+        "architectures": ["Qwen4ExpForConditionalGeneration"],
+        "model_type": "qwen4_exp",
+        "tie_word_embeddings": False,
+    }
+    config["text_config"].update(
+        model_type="qwen4_exp_text",
+        hidden_size=2560,
+        num_hidden_layers=48,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12,
+        num_attention_heads=24,
+        linear_num_value_heads=48,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=640,
+        shared_expert_intermediate_size=640,
+        output_gate_type="sigmoid",
+        hc_count=4,
+        hc_lowrank=320,
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=128,
+        indexer_budget=2048,
+        indexer_compress_ratio=4,
+        ple_layer_ids=[2],
+        ple_embed_dim=2560,
+        ple_conv_kernel_size=4,
+        ngram_size=3,
+        heads_per_ngram=8,
+        ngram_vocab_size_base=20_000_000,
+        make_ngram_vocab_size_divisible_by=128,
+        split_ngram_parts=128,
+    )
+    return config
+
+
+def test_flash_next_is_the_published_shape() -> None:
+    """To the parameter: files of 359,999,963,128 bytes hold them in bfloat16, and 35 integers of 64 bits."""
+    shape = PUBLISHED["qwen3.8-flash-next"]
+    assert ModelShape.from_config(flash_config(), GENERATION) == shape
+    assert shape.ngrams is not None and shape.index is not None
+    h, streams = shape.hidden_size, shape.stream_size
+    longer = dataclasses.replace(shape, layer_types=(*shape.layer_types, "full_attention"))
+    head = longer.n_params - shape.n_params + h + streams + 2 * h * h + 2 * shape.stream_rank * streams + streams
+    vision = n_vision_params((27, 1152, 4304), h)
+    assert 2 * (shape.n_params + head + vision + shape.ngrams.n_params) + 8 * 35 == 359_999_963_128
+    assert shape.n_active_params / 1e9 == pytest.approx(7.31, abs=0.01)
+    assert (shape.stream_size, shape.ngrams.layer, shape.ngrams.head_width, shape.ngrams.window) == (10240, 1, 160, 9)
+    assert (shape.ngrams.n_rows, shape.ngrams.eos_id, shape.index.n_groups) == (320_001_536, 248044, 512)
+    assert shape.state_bytes - shape.recurrent_state_bytes - shape.conv_state_bytes == 9 * 10240 * 2
+    assert shape.page_bytes() == 12 * (2 * 2 * 64 * 256 * 2 + (64 + 16) * 128 * 2)
+    assert shape.gdn_heads.sigmoid_gate and shape.norm_topk_prob
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hc_count", 1),
+        ("hc_lowrank", 33),
+        ("indexer_n_heads", None),
+        ("indexer_kv_heads", 2),
+        ("indexer_head_dim", 32),
+        ("indexer_compress_ratio", 3),
+        ("indexer_budget", 2047),
+        ("ple_layer_ids", []),
+        ("ple_layer_ids", [4]),
+        ("ple_layer_ids", [2, 3]),
+        ("ple_layer_ids", [0]),
+        ("ple_embed_dim", 2500),
+        ("ngram_size", 1),
+        ("heads_per_ngram", 10**6),
+        ("ngram_vocab_size_base", 0),
+        ("output_gate_type", "relu"),
+        ("layer_types", ["sliding_attention"] * 48),
+        ("eos_token_id", None),
+    ],
+)
+def test_flash_next_refusals_name_the_field(field: str, value: Any) -> None:
+    config = flash_config()
+    config["text_config"][field] = value
+    with pytest.raises(UnsupportedModelError) as refusal:
+        ModelShape.from_config(config, GENERATION)
+    assert refusal.value.field == field
 
 
 def test_swish_gate_is_the_family_gate() -> None:

@@ -136,6 +136,7 @@ def check_kernels(shape: ModelShape) -> None:
     """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
     limits = (
+        ("hc_count", shape.n_streams, shape.n_streams == 1, "1, on a CPU"),
         (
             "head_dim",
             shape.head_dim,

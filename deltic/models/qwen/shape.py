@@ -28,7 +28,8 @@ from deltic.models.fields import (
 )
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document, naming
-from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
+from deltic.models.qwen.ngrams import NgramShape, read_ngrams
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads, IndexHeads
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ _FAMILY_OF_ARCHITECTURE = {
     "Qwen3_5MoeTextModel": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3NextModel": "qwen3_next",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp",
+    "Qwen4ExpForCausalLM": "qwen4_exp",
+    "Qwen4ExpModel": "qwen4_exp",
+    "Qwen4ExpTextModel": "qwen4_exp",
 }
 # Only the outermost model_type is trusted: re-saved files carry the outer name in nested configs.
 _FAMILY_OF_MODEL_TYPE = {
@@ -65,6 +70,8 @@ _FAMILY_OF_MODEL_TYPE = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_next": "qwen3_next",
+    "qwen4_exp": "qwen4_exp",
+    "qwen4_exp_text": "qwen4_exp",
 }
 _DEFAULT_ROPE_TYPES = ("default", "mrope")
 
@@ -85,7 +92,7 @@ class YarnScaling:
 class ModelShape:
     """Geometry of the text stack of one gated-DeltaNet hybrid. Sizes count elements unless named bytes."""
 
-    family: str  # "qwen3_5" | "qwen3_5_moe" | "qwen3_next"
+    family: str  # "qwen3_5" | "qwen3_5_moe" | "qwen3_next" | "qwen4_exp"
     vocab_size: int  # rows of the embedding, padding rows included
     hidden_size: int
     layer_types: tuple[str, ...]  # LINEAR_ATTENTION or FULL_ATTENTION, one a layer
@@ -109,6 +116,15 @@ class ModelShape:
     moe_intermediate_size: int = 0
     shared_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    n_streams: int = 1
+    """Residual streams. Several are mixed before each block and written to behind it (hyper-connections)."""
+    stream_rank: int = 0  # of the mix
+    sigmoid_gate: bool = False
+    """True if the gate of DeltaNet's norm is a sigmoid, not SiLU."""
+    index: IndexHeads | None = None
+    """The index that says which keys attention reads. None: all of them."""
+    ngrams: NgramShape | None = None
+    """The n-gram embedding. None: there is none."""
     head_rows: int = 0
     """Rows of the head, where it is a part of one (models/qwen/shard.py). 0: all of the vocabulary."""
     most_drafted: int = N_DRAFTED
@@ -142,7 +158,7 @@ class ModelShape:
         if nested is not None and not isinstance(nested, Mapping):
             raise UnsupportedModelError("text_config", nested, "an object")
         text: Mapping[str, object] = config if nested is None else nested
-        _refuse_variants(text)
+        _refuse_variants(family, text)
 
         head_dim = positive_int(text, "head_dim")
         rope = _rope_fields(text)
@@ -153,7 +169,7 @@ class ModelShape:
             family=family,
             vocab_size=positive_int(text, "vocab_size"),
             hidden_size=positive_int(text, "hidden_size"),
-            layer_types=_layer_types(text),
+            layer_types=_layer_types(family, text),
             rms_norm_eps=positive_float(text, "rms_norm_eps", 1e-6),
             n_q_heads=positive_int(text, "num_attention_heads"),
             n_kv_heads=positive_int(text, "num_key_value_heads"),
@@ -172,6 +188,7 @@ class ModelShape:
             max_position_embeddings=_n_positions(max_positions, yarn),
             eos_token_ids=_eos_token_ids(generation_config, text, config),
             **_feed_forward(family, text),
+            **(_flash_next(text) if family == "qwen4_exp" else {}),
         )
         _check_geometry(shape)
         return shape
@@ -228,6 +245,11 @@ class ModelShape:
         return self.layer_types.count(FULL_ATTENTION)
 
     @property
+    def stream_size(self) -> int:
+        """Width of all residual streams of a token."""
+        return self.n_streams * self.hidden_size
+
+    @property
     def n_drafted(self) -> int:
         """Ids that the draft head may guess."""
         return min(self.most_drafted, self.vocab_size)
@@ -255,7 +277,7 @@ class ModelShape:
     def gdn_heads(self) -> GdnHeads:
         """Heads of a DeltaNet layer, as the operators know them."""
         n_k, n_v = self.gdn_n_k_heads, self.gdn_n_v_heads
-        return GdnHeads(n_k, n_v, self.gdn_k_dim, self.gdn_v_dim, self.tiled_value_heads)
+        return GdnHeads(n_k, n_v, self.gdn_k_dim, self.gdn_v_dim, self.tiled_value_heads, self.sigmoid_gate)
 
     @property
     def gdn_value_size(self) -> int:
@@ -289,9 +311,16 @@ class ModelShape:
         return self.n_gdn_layers * self.conv_channels * (self.conv_width - 1) * BF16_BYTES
 
     @property
+    def ngram_state_bytes(self) -> int:
+        """Bytes of one sequence's window of the n-gram embedding's convolution: bfloat16 [window, streams *
+        H].
+        """
+        return 0 if self.ngrams is None else self.ngrams.window * self.stream_size * BF16_BYTES
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one state slot."""
-        return self.recurrent_state_bytes + self.conv_state_bytes
+        return self.recurrent_state_bytes + self.conv_state_bytes + self.ngram_state_bytes
 
     @property
     def kv_format(self) -> KvFormat:
@@ -299,8 +328,13 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all attention layers, the draft head's too."""
-        return self.n_kv_layers * self.n_kv_heads * self.kv_format.head_bytes(self.head_dim)
+        """Bytes of one token's keys and values, and of its part of the index, over all attention layers, the
+        draft head's too.
+        """
+        n_bytes = self.n_kv_heads * self.kv_format.head_bytes(self.head_dim)
+        if self.index is not None:
+            n_bytes += self.index.page_rows * self.index.dim * BF16_BYTES // PAGE_SIZE
+        return self.n_kv_layers * n_bytes
 
     def page_bytes(self, page_size: int = PAGE_SIZE) -> int:
         """Bytes of one page of `page_size` tokens over all attention layers."""
@@ -308,7 +342,9 @@ class ModelShape:
 
     @property
     def n_params(self) -> int:
-        """Parameters of the text stack. A tied embedding counts once. Vision and MTP are not included."""
+        """Parameters of the text stack. A tied embedding counts once. Vision, MTP and the table of
+        n-grams are not included.
+        """
         return self._n_matrix_params + self._n_float32_params
 
     @property
@@ -328,13 +364,22 @@ class ModelShape:
             ffn = (self.n_experts + 3 * expert + 1) * h
         else:
             ffn = 3 * self.intermediate_size * h
-        return embed + self.n_gdn_layers * gdn + self.n_attn_layers * attn + self.n_layers * ffn
+        if self.index is not None:
+            attn += self.index.row * h
+        mixed = 0 if self.ngrams is None else (self.stream_size + h) * self.ngrams.width
+        if self.n_streams > 1:
+            n_blocks = 2 * self.n_layers
+            mixed += ((n_blocks + 1) * 2 * self.stream_rank + n_blocks * self.n_streams) * self.stream_size
+        return embed + self.n_gdn_layers * gdn + self.n_attn_layers * attn + self.n_layers * ffn + mixed
 
     @property
     def _n_float32_params(self) -> int:
-        norms = (2 * self.n_layers + 1) * self.hidden_size
+        norms = (2 * self.n_layers + 1) * self.stream_size
         gdn = self.conv_channels * self.conv_width + 2 * self.gdn_n_v_heads + self.gdn_v_dim
-        return norms + self.n_gdn_layers * gdn + self.n_attn_layers * 2 * self.head_dim
+        if self.ngrams is not None:
+            norms += (3 + self.ngrams.conv_width) * self.stream_size
+        attn = 2 * self.head_dim + (0 if self.index is None else 2 * self.index.dim)
+        return norms + self.n_gdn_layers * gdn + self.n_attn_layers * attn
 
     @property
     def rope_attention_factor(self) -> float:
@@ -399,11 +444,11 @@ def _family(config: Mapping[str, object]) -> str:
     return _FAMILY_OF_MODEL_TYPE[model_type]
 
 
-def _refuse_variants(text: Mapping[str, object]) -> None:
+def _refuse_variants(family: str, text: Mapping[str, object]) -> None:
     """Fields that may be absent, but that change the mathematics when they hold anything else."""
     only: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu", "swish"),
-        "output_gate_type": ("silu", "swish"),
+        "output_gate_type": ("silu", "swish", *(("sigmoid",) if family == "qwen4_exp" else ())),
         "attn_output_gate": (True,),
         "attention_bias": (False,),
         "decoder_sparse_step": (1,),
@@ -416,7 +461,7 @@ def _refuse_variants(text: Mapping[str, object]) -> None:
             raise UnsupportedModelError(field, value, " or ".join(repr(a) for a in allowed))
 
 
-def _layer_types(text: Mapping[str, object]) -> tuple[str, ...]:
+def _layer_types(family: str, text: Mapping[str, object]) -> tuple[str, ...]:
     n_layers = positive_int(text, "num_hidden_layers")
     if n_layers > MAX_LAYERS:
         raise UnsupportedModelError("num_hidden_layers", n_layers, f"at most {MAX_LAYERS}")
@@ -425,6 +470,10 @@ def _layer_types(text: Mapping[str, object]) -> tuple[str, ...]:
         interval = positive_int(text, "full_attention_interval", 4)
         types = [FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(n_layers)]
     known = (LINEAR_ATTENTION, FULL_ATTENTION)
+    if family == "qwen4_exp" and isinstance(types, list | tuple):
+        types = [
+            FULL_ATTENTION if t == "indexed_attention" else t for t in types
+        ]  # as files and the published code say it
     if not isinstance(types, list | tuple) or any(t not in known for t in types):
         raise UnsupportedModelError("layer_types", types, f"a list of {' and '.join(known)}")
     if len(types) != n_layers:
@@ -515,9 +564,34 @@ def _feed_forward(family: str, text: Mapping[str, object]) -> dict[str, Any]:
         "moe_intermediate_size": positive_int(text, "moe_intermediate_size"),
         "shared_intermediate_size": positive_int(text, "shared_expert_intermediate_size"),
         # Qwen3.5 has no such field and always renormalises.
-        "norm_topk_prob": family != "qwen3_next" or read_flag(text, "norm_topk_prob", True),
+        "norm_topk_prob": family in ("qwen3_5", "qwen3_5_moe") or read_flag(text, "norm_topk_prob", True),
     }
 
+
+def _flash_next(text: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of what Qwen3.8-Flash-Next has besides: streams, index, n-grams, the gate."""
+    n_streams = positive_int(text, "hc_count", 4)
+    names = ("indexer_n_heads", "indexer_head_dim", "indexer_compress_ratio", "indexer_budget")
+    index = IndexHeads(*(positive_int(text, name) for name in names))
+    limits = [
+        ("hc_count", n_streams, 2 <= n_streams <= MAX_STREAMS, f"2 to {MAX_STREAMS}"),
+        ("indexer_kv_heads", text.get("indexer_kv_heads"), text.get("indexer_kv_heads") == 1, "1"),
+        ("indexer_compress_ratio", index.ratio, PAGE_SIZE % index.ratio == 0, f"a divisor of {PAGE_SIZE}"),
+        ("indexer_budget", index.budget, index.budget % index.ratio == 0, f"a multiple of {index.ratio}"),
+    ]
+    refuse_limits(limits)
+    linear = [i for i, kind in enumerate(_layer_types("qwen4_exp", text)) if kind == LINEAR_ATTENTION]
+    return {
+        "n_streams": n_streams,
+        "stream_rank": positive_int(text, "hc_lowrank", 320),
+        "sigmoid_gate": text.get("output_gate_type") == "sigmoid",
+        "index": index,
+        "ngrams": read_ngrams(text, _eos_token_ids(text), linear),
+    }
+
+
+MAX_STREAMS = 8
+"""Residual streams: the published model has 4."""
 
 MAX_END_IDS = 512
 """Half of what the sampler can ban of a sequence: the rest is for the request's own stop_token_ids."""
@@ -550,6 +624,11 @@ def _check_geometry(shape: ModelShape) -> None:
         ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size),
     )
     refuse_limits((name, width, width % 32 == 0, "a multiple of 32") for name, width in widths)
+    if shape.index is not None:
+        fits = shape.index.dim % 32 == 0 and shape.index.dim >= shape.rotary_dim
+        supported = f"a multiple of 32, at least the {shape.rotary_dim} that rotate"
+        refuse_limits([("indexer_head_dim", shape.index.dim, fits, supported)])
+        refuse_limits([("hc_lowrank", shape.stream_rank, shape.stream_rank % 32 == 0, "a multiple of 32")])
     if shape.n_q_heads % shape.n_kv_heads:
         supported = f"a multiple of num_key_value_heads = {shape.n_kv_heads}"
         raise UnsupportedModelError("num_attention_heads", shape.n_q_heads, supported)
@@ -608,6 +687,21 @@ def _published(
     )
 
 
+_FLASH_NEXT: dict[str, object] = {
+    "vocab_size": 248320,
+    "hidden_size": 2560,
+    "num_hidden_layers": 48,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_compress_ratio": 4,
+    "indexer_budget": 2048,
+    "ple_layer_ids": [2],
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 248044,
+}
+"""The fields of its config.json of which its shape is more than the sizes that all models have."""
+
 PUBLISHED: dict[str, ModelShape] = {
     "qwen3.5-0.8b": _published(24, 1024, (8, 2), 16, ffn=3584, tied=True),
     "qwen3.5-2b": _published(24, 2048, (8, 2), 16, ffn=6144, tied=True),
@@ -619,6 +713,9 @@ PUBLISHED: dict[str, ModelShape] = {
     "qwen3.5-397b-a17b": _published(60, 4096, (32, 2), 64, moe=(512, 10, 1024, 1024)),
     "qwen3-next-80b-a3b": _published(48, 2048, (16, 2), 32, moe=(512, 10, 512, 512), next_vocab=True),
 }
+PUBLISHED["qwen3.8-flash-next"] = dataclasses.replace(
+    _published(48, 2560, (24, 2), 48, moe=(512, 10, 640, 640)), family="qwen4_exp", **_flash_next(_FLASH_NEXT)
+)
 PUBLISHED["qwen3.6-27b"] = PUBLISHED["qwen3.5-27b"]
 PUBLISHED["qwen3.6-35b-a3b"] = PUBLISHED["qwen3.5-35b-a3b"]
 

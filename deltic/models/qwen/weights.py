@@ -44,9 +44,10 @@ from deltic.models.loading import (
     without_skipped,
 )
 from deltic.models.mapped import read_header
+from deltic.models.qwen.ngram_table import NgramTable, dummy_ngram_table, ngram_table_of
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.models.qwen.shard import Cuts
-from deltic.models.stored import StoredTensor, formats_of, one_name
+from deltic.models.stored import Beside, StoredTensor, formats_of, in_ngram_table, one_name
 from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
 from deltic.ops.geometry import GdnWeights
@@ -60,6 +61,9 @@ UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
 """Parts that are not run, and how their names begin. MTP: unless the shape has a draft head."""
 
 _HEAD = "mtp."
+_UNREAD = "hyper_connection_mixer.block_inject_weight.weight"
+"""Name of what files may have of a connection that writes nothing."""
+
 DRAFT_HEAD = "draft_head."
 """Beginning of the names of the draft head's tensors, and of its parts."""
 
@@ -76,44 +80,86 @@ class Moe:
 
 
 @dataclass
+class HyperConnection:
+    """Reads a block's input from S residual streams, and says how its output is written to each (a
+    hyper-connection):
+
+        n = norm(x), of each stream;  m = sigmoid(up silu(W n / S));  input = mean over streams of m n
+        x += 2 sigmoid(V n / S) output, a factor a stream
+
+    W and V are the rows of `down`. The one in front of the head only reads, and has no V. Source:
+    transformers, models/qwen4_exp.
+    """
+
+    norm: Any  # [S*H] f32, zero-centred
+    down: Matrix  # [R + S, S*H], or [R, S*H]
+    up: Matrix  # [S*H, R]
+
+
+@dataclass
+class Indexer:
+    """The index of an attention layer (ops.geometry.IndexHeads). `proj` rows: query heads, then the key."""
+
+    proj: Matrix  # [(n_q + 1) * dim, H]
+    q_norm: Any  # [dim] f32, zero-centred
+    k_norm: Any  # [dim] f32, zero-centred
+
+
+@dataclass
+class Ngrams:
+    """The n-gram embedding of a layer, without its table (models/qwen/ngrams.py). `proj` rows: a key a
+    stream, then the value. Norms are of each stream.
+    """
+
+    proj: Matrix  # [S*H + H, E]
+    key_norm: Any  # [S*H] f32, zero-centred
+    query_norm: Any  # [S*H] f32, zero-centred
+    conv_norm: Any  # [S*H] f32, zero-centred
+    conv: Any  # [S*H, conv_width] f32, the last tap meets the current token
+
+
+@dataclass
 class GdnLayer:
     """A gated DeltaNet layer. `in_proj` rows: q | k | v | z | b | a, heads in order within each."""
 
-    input_norm: Any  # [H] f32, zero-centred
+    input_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
     in_proj: Matrix  # [2Kd+2Vd+2Hv, H]
     conv: Any  # [C, conv_width] f32, the last tap meets the current token
     a_log: Any  # [Hv] f32
     dt_bias: Any  # [Hv] f32
     norm: Any  # [dv] f32, plain
     out_proj: Matrix  # [H, Vd]
-    post_norm: Any  # [H] f32, zero-centred
+    post_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
     mlp: Mlp | Moe
+    ngrams: Ngrams | None = None
 
 
 @dataclass
 class AttnLayer:
     """A gated attention layer. `qkv` rows: all query heads | all gates | k heads | v heads."""
 
-    input_norm: Any  # [H] f32, zero-centred
+    input_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
     qkv: Matrix  # [2*nq*d + 2*nk*d, H]
     q_norm: Any  # [d] f32, zero-centred
     k_norm: Any  # [d] f32, zero-centred
     o_proj: Matrix  # [H, nq*d]
-    post_norm: Any  # [H] f32, zero-centred
+    post_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
     mlp: Mlp | Moe
+    indexer: Indexer | None = None
 
 
 @dataclass
 class DraftHead:
     """Guesses the token after the next (MTP): n = norm(layer(fc [norm(embedding) | norm(hidden)])), and then
-    the model's own head. The hidden state is that behind the final norm.
+    the model's own head. The hidden state is that behind the final norm; of several streams it is each of
+    them, in front of what the head reads, normed as one row, and a token has a row of fc for each.
     """
 
     embedding_norm: Any  # [H] f32, zero-centred, as all of them
-    hidden_norm: Any  # [H] f32
+    hidden_norm: Any  # [S*H] f32
     fc: Matrix  # [H, 2H]
     layer: AttnLayer
-    norm: Any  # [H] f32
+    norm: Any  # [H] f32; of several streams a HyperConnection
 
 
 @dataclass
@@ -124,10 +170,14 @@ class Weights(Parts):
     """
 
     embed: Matrix  # [V, H]
-    norm: Any  # [H] f32, zero-centred
+    norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
     draft_head: DraftHead | None = None
+
+    def __post_init__(self) -> None:
+        self.ngram_table: NgramTable | None = None
+        """The table of the n-gram embedding: no part, since it stays in its files."""
 
     def gdn(self) -> dict[int, GdnWeights]:
         """Returns what the operators read of each DeltaNet layer, by its number."""
@@ -152,13 +202,26 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
     elif drafts:
         drafting = dataclasses.replace(shape, has_draft_head=True)
         with contextlib.suppress(CheckpointError):  # of the head; any other comes again below
-            tensors = open_tensors(directory, unused_parts(drafting))
+            tensors = _stored_tensors(directory, drafting)
             drafting = dataclasses.replace(drafting, formats=formats_of(tensors))
             if not any(name.startswith(_HEAD) for name in tensors):
                 return dataclasses.replace(drafting, has_draft_head=False)
             if _holds_draft_head(drafting, tensors):
                 return drafting
     return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
+
+
+def _stored_tensors(path: Path, shape: ModelShape) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, without the table of n-grams; a draft head's two first matrices as one."""
+    tensors = {name: one for name, one in open_tensors(path, unused_parts(shape)).items() if not in_ngram_table(name)}
+    if shape.n_streams > 1:
+        for name in [name for name in tensors if name.endswith(_UNREAD)]:
+            del tensors[name]
+        halves = [tensors[name] for part in ("embedding", "hidden") if (name := f"{_HEAD}fc_{part}.weight") in tensors]
+        if len(halves) == 2 and all(half.format is None for half in halves):
+            tensors = {name: one for name, one in tensors.items() if not name.startswith(f"{_HEAD}fc_")}
+            tensors[f"{_HEAD}fc.weight"] = Beside(*halves)
+    return tensors
 
 
 def has_head(directory: Path) -> bool:
@@ -201,7 +264,8 @@ def check_weights(
     embedding, how the names begin, and the notices.
     """
     path, unused = Path(path), unused_parts(shape)
-    tensors = open_tensors(path, unused)
+    tensors: Mapping[str, StoredTensor] = _stored_tensors(path, shape)
+    ngram_table_of(path, shape.ngrams)
     if cuts is not None:
         tensors = cuts.views(tensors)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in tensors), _FLAT_PREFIX)
@@ -237,6 +301,7 @@ def load_weights(
     parts = Declaration(quantize, store, shape.formats)
     weights = declare_weights(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)
+    weights.ngram_table = ngram_table_of(path, shape.ngrams)
     if shape.tie_word_embeddings and not tied and cuts is None:
         embed, head = weights.embed.whole, weights.lm_head.whole
         if embed.format == head.format and (embed.data == head.data).all():
@@ -270,6 +335,8 @@ def dummy_weights(
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
     fill_dummy(weights, seed, _dummy_vector, store, progress)
+    if shape.ngrams is not None:
+        weights.ngram_table = dummy_ngram_table(shape.ngrams, seed)
     return weights
 
 
@@ -341,7 +408,7 @@ def declare_weights(
     """The weights. names: of the stored tensors, which decide between the layouts that exporters use."""
     h, v, last = shape.hidden_size, shape.vocab_size, shape.n_layers - 1
     embed = d.matrix(h, Stored(f"{prefix}embed_tokens.weight", (v,)), role="sensitive")
-    norm = d.vector(f"{prefix}norm.weight", h)
+    norm = _declare_norm(d, shape, f"{prefix}norm.weight", f"{prefix}hyper_connection_mixer.", injects=False)
     head = Stored("lm_head.weight", (shape.head_rows or v,))
     lm_head = embed if tied else d.matrix(h, head, role="sensitive")
     layers: list[GdnLayer | AttnLayer] = []
@@ -349,21 +416,53 @@ def declare_weights(
         p = f"{prefix}layers.{i}."
         down: Role = "sensitive" if i == last else "plain"
         if kind == LINEAR_ATTENTION:
-            layers.append(_declare_gdn(d, shape, p, down, names))
+            layers.append(gdn := _declare_gdn(d, shape, p, down, names))
+            if shape.ngrams is not None and shape.ngrams.layer == i:
+                gdn.ngrams = _declare_ngrams(d, shape, f"{p}ple.")
         else:
             layers.append(_declare_attention(d, shape, p, down, names))
     draft_head = _declare_draft_head(d, shape, names) if shape.has_draft_head else None
     return Weights(embed=embed, norm=norm, lm_head=lm_head, layers=layers, draft_head=draft_head)
 
 
+def _declare_norm(d: Declaration, shape: ModelShape, name: str, p: str, *, injects: bool = True) -> object:
+    """Declares what makes a block's input: a norm of this name, or of several streams the connection whose
+    names begin with p.
+    """
+    h, rank = shape.stream_size, shape.stream_rank
+    if shape.n_streams == 1:
+        return d.vector(name, h)
+    down = [Stored(f"{p}input_mix_weight_down.weight", (rank,))]
+    if injects:
+        down.append(Stored(f"{p}block_inject_weight.weight", (shape.n_streams,)))
+    return HyperConnection(
+        norm=d.vector(f"{p}hc_norm.weight", h),
+        down=d.matrix(h, *down, role="kept"),
+        up=d.matrix(rank, Stored(f"{p}input_mix_weight_up.weight", (h,)), role="kept"),
+    )
+
+
+def _declare_ngrams(d: Declaration, shape: ModelShape, p: str) -> Ngrams:
+    ngrams, h = shape.ngrams, shape.stream_size
+    assert ngrams is not None
+    key, value = Stored(f"{p}key_proj.weight", (h,)), Stored(f"{p}value_proj.weight", (shape.hidden_size,))
+    return Ngrams(
+        proj=d.matrix(ngrams.width, key, value),
+        key_norm=d.vector(f"{p}norm_key.weight", h),
+        query_norm=d.vector(f"{p}norm_query.weight", h),
+        conv_norm=d.vector(f"{p}norm_conv.weight", h),
+        conv=d.vector(f"{p}conv1d.weight", h, ngrams.conv_width, shape=(h, 1, ngrams.conv_width)),
+    )
+
+
 def _declare_draft_head(d: Declaration, shape: ModelShape, names: Collection[str]) -> DraftHead:
     h = shape.hidden_size
     return DraftHead(
         embedding_norm=d.vector(f"{_HEAD}pre_fc_norm_embedding.weight", h),
-        hidden_norm=d.vector(f"{_HEAD}pre_fc_norm_hidden.weight", h),
+        hidden_norm=d.vector(f"{_HEAD}pre_fc_norm_hidden.weight", shape.stream_size),
         fc=d.matrix(2 * h, Stored(f"{_HEAD}fc.weight", (h,))),
         layer=_declare_attention(d, shape, f"{_HEAD}layers.0.", "plain", names),
-        norm=d.vector(f"{_HEAD}norm.weight", h),
+        norm=_declare_norm(d, shape, f"{_HEAD}norm.weight", f"{_HEAD}hyper_connection_mixer.", injects=False),
     )
 
 
@@ -380,8 +479,8 @@ def _declare_gdn(d: Declaration, shape: ModelShape, p: str, down: Role, names: C
         in_gguf = any(part.name in names or one_name(part.name) in d.formats for part in (qkv, z))
         projections = [qkv, z, ba] if in_gguf else [qkvz, ba]
     return GdnLayer(
-        input_norm=d.vector(f"{p}input_layernorm.weight", h),
-        post_norm=d.vector(f"{p}post_attention_layernorm.weight", h),
+        input_norm=_declare_norm(d, shape, f"{p}input_layernorm.weight", f"{p}attn_hyper_connection."),
+        post_norm=_declare_norm(d, shape, f"{p}post_attention_layernorm.weight", f"{p}mlp_hyper_connection."),
         in_proj=d.matrix(h, *projections),
         conv=d.vector(f"{m}conv1d.weight", c, shape.conv_width, shape=(c, 1, shape.conv_width)),
         a_log=d.vector(f"{m}A_log", hv),
@@ -396,8 +495,8 @@ def _declare_attention(d: Declaration, shape: ModelShape, p: str, down: Role, na
     h, m, dim = shape.hidden_size, f"{p}self_attn.", shape.head_dim
     q, kv = shape.n_q_heads * dim, shape.n_kv_heads * dim
     return AttnLayer(
-        input_norm=d.vector(f"{p}input_layernorm.weight", h),
-        post_norm=d.vector(f"{p}post_attention_layernorm.weight", h),
+        input_norm=_declare_norm(d, shape, f"{p}input_layernorm.weight", f"{p}attn_hyper_connection."),
+        post_norm=_declare_norm(d, shape, f"{p}post_attention_layernorm.weight", f"{p}mlp_hyper_connection."),
         qkv=d.matrix(
             h,
             Stored(f"{m}q_proj.weight", (q, q), n_groups=shape.n_q_heads),
@@ -408,6 +507,22 @@ def _declare_attention(d: Declaration, shape: ModelShape, p: str, down: Role, na
         k_norm=d.vector(f"{m}k_norm.weight", dim),
         o_proj=d.matrix(q, Stored(f"{m}o_proj.weight", (h,))),
         mlp=_declare_feed_forward(d, shape, f"{p}mlp.", down, names),
+        indexer=None if shape.index is None else _declare_indexer(d, shape, f"{m}indexer.", names),
+    )
+
+
+def _declare_indexer(d: Declaration, shape: ModelShape, p: str, names: Collection[str]) -> Indexer:
+    assert shape.index is not None
+    proj = [Stored(f"{p}index_qk_proj.weight", (shape.index.row,))]
+    query, key = (
+        Stored(f"{p}{part}_proj.weight", (n * shape.index.dim,)) for part, n in (("q", shape.index.n_q), ("k", 1))
+    )
+    if any(part.name in names or one_name(part.name) in d.formats for part in (query, key)):  # in GGUF
+        proj = [query, key]
+    return Indexer(
+        proj=d.matrix(shape.hidden_size, *proj, role="kept"),
+        q_norm=d.vector(f"{p}q_layernorm.weight", shape.index.dim),
+        k_norm=d.vector(f"{p}k_layernorm.weight", shape.index.dim),
     )
 
 

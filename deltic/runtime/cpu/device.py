@@ -187,7 +187,9 @@ class Cpu:
         """
 
         def map_file(file: Path) -> tuple[Weights, list[str]]:
-            return map_packed(file, plan.shape, plan.n_threads, of_stage(progress, "weights"))
+            weights, notices = map_packed(file, plan.shape, plan.n_threads, of_stage(progress, "weights"))
+            weights.ngram_table = model.ngram_table()
+            return weights, notices
 
         load, writing = partial(model.load, self.store(plan), progress), of_stage(progress, "weights cache")
         weights, notices = through_cache(

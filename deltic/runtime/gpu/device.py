@@ -113,6 +113,7 @@ class TextOnGpu(OnGpu, TextKind):
     def check(self, shape: ModelShape) -> None:
         group = shape.n_q_heads // max(1, shape.n_kv_heads)
         limits = (
+            ("hc_count", shape.n_streams, shape.n_streams == 1, "1, on a GPU"),
             _multiple("hidden_size", shape.hidden_size, 64),
             _one_of("head_dim", shape.head_dim, 32, 64, 128, 256),
             ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
@@ -141,7 +142,7 @@ class TextOnGpu(OnGpu, TextKind):
         return self.embedding_bytes(plan.shape, plan.quantize) if is_apart else 0
 
     def state_bytes(self, shape: ModelShape) -> int:
-        return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING
+        return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING + shape.ngram_state_bytes
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         return adapter_bytes(adapter)

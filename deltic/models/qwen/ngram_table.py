@@ -1,0 +1,176 @@
+"""The table of the n-gram embedding, which stays in its files: of its tens of gigabytes a token reads a few
+rows.
+
+The files are mapped, and the system keeps in memory what it has room for. The table is no part of the weights
+that are packed, cut or moved to a GPU. A row is read as bfloat16: what is stored, times the scale. Source of
+the names: the published checkpoints, and vLLM for FP8.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from deltic.models.fields import CheckpointError, mending
+from deltic.models.gguf import QUANTISED, is_gguf, open_gguf
+from deltic.models.gguf_blocks import decoded
+from deltic.models.loading import read_headers
+from deltic.models.mapped import DTYPES, Header, MappedFiles
+from deltic.models.qwen.ngrams import NgramShape
+from deltic.ops.arrays import Array, bfloat16, copy
+
+_SHARD = re.compile(r"ngram_embedding\.(?:shard_(\d+)\.)?weight")
+_INTEGERS = {"layer_multipliers": "multipliers", "ngram_heads_vocab_sizes": "primes", "ngram_heads_offsets": "offsets"}
+_TYPES = ("BF16", "F16", "F32", "F8_E4M3")
+_DUMMY_ROWS = 1 << 16
+_GATHERED = 1 << 16
+"""Rows that are converted at a time."""
+
+
+@dataclass(frozen=True)
+class NgramTable:
+    """Rows of the same width, in parts of as many rows each, one behind another."""
+
+    parts: Sequence[Array]
+    """Arrays [rows, width], or uint8 [rows, bytes] of blocks."""
+    width: int
+    scale: float = 1.0
+    blocks: str = ""
+    """The type of GGUF's blocks in which rows are stored. Empty: they are values."""
+
+    @property
+    def rows_per_part(self) -> int:
+        return len(self.parts[0])
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.parts) * self.rows_per_part
+
+    @cached_property
+    def addresses(self) -> Array:
+        """Addresses of the parts, int64: row r is at that of part r // rows_per_part, and r % rows_per_part
+        rows of `row_bytes` behind.
+        """
+        return np.array([part.ctypes.data for part in self.parts], np.int64)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.parts[0].strides[0]
+
+    def gather(self, ids: Array, out: Array) -> None:
+        """Reads rows: ids int64 [T, heads], out bfloat16 [T, heads * width]."""
+        rows, flat = out.reshape(-1, self.width), ids.reshape(-1)
+        for begin in range(0, len(flat), _GATHERED):
+            some = slice(begin, begin + _GATHERED)
+            part_of, at = np.divmod(flat[some], self.rows_per_part)
+            for part in np.unique(part_of):
+                here = part_of == part
+                rows[some][here] = self._values(self.parts[part][at[here]])
+
+    def _values(self, stored: Array) -> Array:
+        """bfloat16 [n, width] of rows as they are stored."""
+        if self.blocks:
+            values = decoded(self.blocks, np.ascontiguousarray(stored), "the table of n-grams").values()
+        elif stored.dtype == bfloat16:
+            return stored
+        else:
+            values = stored.astype(np.float32) * np.float32(self.scale)
+        out = np.empty(values.shape, bfloat16)
+        copy(out, values)
+        return out
+
+
+def ngram_table_of(path: Path, ngrams: NgramShape | None) -> NgramTable | None:
+    """Maps the table of a checkpoint, a directory or a file, and checks its integers. None: the model has
+    none.
+
+    Raises CheckpointError.
+    """
+    if ngrams is None:
+        return None
+    found, files = _headers_of(path, ngrams.layer), MappedFiles()
+    for name, field in _INTEGERS.items():
+        if (header := found.pop(name, None)) is not None:
+            said, made = files.read(header).ravel().tolist(), list(getattr(ngrams, field))
+            if said != made:
+                raise CheckpointError(
+                    f"{header.file}: the n-grams' {name} are {said[:2]}..., and the sizes and the seed of config.json make "
+                    f"{made[:2]}...; get configuration and weights anew"
+                )
+    scale = found.pop("ngram_embedding.weight_scale", None)
+    shards = {int(match[1] or 0): found.pop(name) for name in list(found) if (match := _SHARD.fullmatch(name))}
+    if found:
+        raise CheckpointError(
+            f"{next(iter(found.values())).file}: a table of n-grams with {min(found)!r} is not supported; supported are rows in "
+            f"{', '.join(_TYPES)}, the last with one weight_scale, and blocks of GGUF"
+        )
+    if not shards or sorted(shards) != list(range(len(shards))):
+        raise CheckpointError(
+            f"{path}: the table of n-grams (ngram_embedding.shard_*.weight) is not whole: {len(shards)} parts are there, numbered up "
+            f"to {max(shards, default=0)}; is the download complete?"
+        )
+    first, shape = shards[0], (ngrams.n_rows // len(shards), ngrams.head_width)
+    for i, header in shards.items():
+        if header.shape != shape or shape[0] * len(shards) != ngrams.n_rows:
+            raise CheckpointError(
+                f"{header.file}: part {i} of the table of n-grams is {list(header.shape)}; expected are {len(shards)} equal parts of "
+                f"{[ngrams.n_rows, ngrams.head_width]} by config.json; get configuration and weights anew"
+            )
+        if header.dtype != first.dtype or header.dtype not in (*_TYPES, *QUANTISED):
+            raise CheckpointError(
+                f"{header.file}: part {i} of the table of n-grams is {header.dtype}; supported are {', '.join(_TYPES)}, all parts in one"
+            )
+    if (first.dtype == "F8_E4M3") != (scale is not None):
+        raise CheckpointError(
+            f"{first.file}: a table of n-grams in F8_E4M3 has one ngram_embedding.weight_scale, and no other has; this one is "
+            f"{first.dtype} with{'' if scale else 'out'} it; get the checkpoint anew"
+        )
+    factor = 1.0 if scale is None else float(files.read(scale).astype(np.float32).ravel()[0])
+    if not (math.isfinite(factor) and factor > 0):
+        raise CheckpointError(
+            f"{first.file}: ngram_embedding.weight_scale is {factor}, no scale; get the checkpoint anew"
+        )
+    blocks = first.dtype if first.dtype in QUANTISED else ""
+    return NgramTable([_mapped(shards[i]) for i in range(len(shards))], ngrams.head_width, factor, blocks)
+
+
+def _headers_of(path: Path, layer: int) -> dict[str, Header]:
+    """The tensors of the table and of the integers, by their names without what all of them begin with."""
+    if is_gguf(path):
+        table = open_gguf(path).tensors.get("per_layer_token_embd.weight")
+        if table is None:
+            return {}
+        return {"ngram_embedding.weight": Header(table.file, table.shape, table.type, table.begin, table.end)}
+    begin = re.compile(rf"(?:model\.|language_model\.)*layers\.{layer}\.ple\.ple_embedding\.(.+)")
+    found = ((begin.fullmatch(name), header) for name, header in read_headers(path).items())
+    return {match[1]: header for match, header in found if match}
+
+
+def _mapped(header: Header) -> Array:
+    """A tensor of a file, mapped for reading here and there."""
+    try:
+        with header.file.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # else a row of 320 bytes reads 128 kB
+        flat = np.frombuffer(mapped, np.uint8, header.end - header.begin, header.begin)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{header.file}: cannot be read ({error}); {mending(header.file)}") from error
+    rows = flat.reshape(header.shape[0], -1)
+    return rows if header.dtype in QUANTISED else np.asarray(rows.view(DTYPES[header.dtype]))
+
+
+def dummy_ngram_table(ngrams: NgramShape, seed: int) -> NgramTable:
+    """Random rows, for benches: as many as a table has, all of which are those of one small part again and
+    again.
+    """
+    rows = np.random.default_rng(seed).standard_normal((_DUMMY_ROWS, ngrams.head_width), np.float32)
+    part = np.empty(rows.shape, bfloat16)
+    copy(part, rows * np.float32(0.1))
+    return NgramTable([part] * -(-ngrams.n_rows // _DUMMY_ROWS), ngrams.head_width)
