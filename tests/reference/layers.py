@@ -14,7 +14,7 @@ its chunked form; the published Qwen3-Next and Qwen3.5 model code for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -39,9 +39,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1.0 + weight)
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / rms(x) * silu(z): plain weight, norm first, gate after. x, z [..., D], weight [D]."""
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)) * F.silu(z)
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, sigmoid: bool = False) -> Tensor:
+    """weight * x / rms(x) * silu(z), or sigmoid(z): plain weight, norm first, gate after. x, z [..., D],
+    weight [D].
+    """
+    return (
+        weight
+        * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+        * (torch.sigmoid(z) if sigmoid else F.silu(z))
+    )
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -185,26 +191,41 @@ def chunk_gdn(
 def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, factor: float = 1.0) -> Tensor:
     """Rotate the first 2n dims of each head, dim i with i+n; the others pass through.
 
-    x [T, heads, D]; positions [T]; inv_freq [n] float64, angle = position * inv_freq; factor scales cos
-    and sin (YaRN). With text the three M-RoPE position streams are equal and reduce to this.
+    x [T, heads, D]; positions [T], or [T, n] where angles have positions of their own (M-RoPE:
+    `mrope_positions`); inv_freq [n] float64, angle = position * inv_freq; factor scales cos and sin (YaRN).
+    With text the three M-RoPE position streams are equal and reduce to one.
     """
     n = inv_freq.shape[0]
-    angle = (positions.double()[:, None] * inv_freq.double()).float()[:, None, :]
+    of_angle = positions if positions.ndim == 2 else positions[:, None]
+    angle = (of_angle.double() * inv_freq.double()).float()[:, None, :]
     cos, sin = angle.cos() * factor, angle.sin() * factor
     x1, x2, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], -1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def mrope_positions(positions: Tensor, sections: Sequence[int]) -> Tensor:
+    """The position of each angle, [T, n]: of time, but that every third angle from the second (from the
+    third) on has that of height (of width), as many as its section says. positions [3, T].
+    """
+    of_angle = positions[0][:, None].repeat(1, sum(sections))
+    for axis in (1, 2):
+        of_angle[:, axis : 3 * sections[axis] : 3] = positions[axis][:, None]
+    return of_angle
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """Causal softmax attention with scale d^-0.5. q [T, nq, d]; k, v [T, nk, d] -> [T, nq, d].
 
-    Query head j reads key head j // (nq/nk).
+    Query head j reads key head j // (nq/nk). seen: bool [T, T], the keys that each token attends to, of those
+    up to it.
     """
     n_tokens, n_q_heads, d = q.shape
     repeat = n_q_heads // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.einsum("thd,shd->hts", q, k) * d**-0.5
     future = torch.ones(n_tokens, n_tokens, dtype=torch.bool).triu(1)
+    if seen is not None:
+        future |= ~seen
     return torch.einsum("hts,shd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
 
 

@@ -2,8 +2,9 @@
 
 `weights` and `shape` are read by attribute only: `weights` has embed, norm, lm_head and layers in the
 engine's internal layout (see `deltic.models.qwen.weights`), `shape` the fields of a model shape. A layer with
-`in_proj` is a DeltaNet layer, one with `qkv` an attention layer; a feed-forward with `router` is MoE.
-Left out: vision, and everything that makes it fast.
+`in_proj` is a DeltaNet layer, one with `qkv` an attention layer; a feed-forward with `router` is MoE. A norm
+with `down` is a hyper-connection. `weights.ngram_rows` gives rows of the table of n-grams. Left out: the
+vision tower, and everything that makes it fast.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ml_dtypes
 import torch
 from torch import Tensor
 
-from tests.reference import kv
+from tests.reference import flash_next, kv
 from tests.reference.layers import (
     Precision,
     Store,
@@ -27,6 +28,7 @@ from tests.reference.layers import (
     gdn_gates,
     l2_norm,
     linear,
+    mrope_positions,
     naive_gdn,
     rms_norm,
     rope,
@@ -53,20 +55,24 @@ def gdn_mixer(
     beta, g = gdn_gates(b, a, layer.a_log, layer.dt_bias)
     rule = chunk_gdn if chunked else naive_gdn
     o, _ = rule(q, k, v.unflatten(-1, (hv, dv)), g, beta, tiled=shape.tiled_value_heads, store=store)
-    y = gated_rms_norm(o, z.unflatten(-1, (hv, dv)), layer.norm, shape.rms_norm_eps)
+    y = gated_rms_norm(o, z.unflatten(-1, (hv, dv)), layer.norm, shape.rms_norm_eps, shape.sigmoid_gate)
     return linear(y.flatten(1), layer.out_proj, precision)
 
 
-def attention_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision) -> Tensor:
-    """Gated attention over a whole sequence. x [T, H] normed -> [T, H]."""
+def attention_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision, positions: Tensor | None = None) -> Tensor:
+    """Gated attention over a whole sequence, or over the keys that its index chooses. x [T, H] normed -> [T,
+    H].
+
+    positions: see `trunk`.
+    """
     nq, nk, d = shape.n_q_heads, shape.n_kv_heads, shape.head_dim
     q, gate, k, v = linear(x, layer.qkv, precision).split([nq * d, nq * d, nk * d, nk * d], -1)
-    positions = torch.arange(x.shape[0])
+    of_angle = torch.arange(x.shape[0]) if positions is None else mrope_positions(positions, shape.mrope_section)
     inv_freq = torch.tensor(shape.inv_freq(), dtype=torch.float64)
 
     def normed_and_rotated(heads: Tensor, n: int, weight: Tensor) -> Tensor:
         y = rms_norm(heads.unflatten(-1, (n, d)), weight, shape.rms_norm_eps)
-        return rounded(rope(y, positions, inv_freq, shape.rope_attention_factor), precision)
+        return rounded(rope(y, of_angle, inv_freq, shape.rope_attention_factor), precision)
 
     keys, values = normed_and_rotated(k, nk, layer.k_norm), rounded(v, precision).unflatten(-1, (nk, d))
     if shape.kv_cache_dtype in kv.FORMATS:
@@ -74,7 +80,11 @@ def attention_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision) -> 
             torch.from_numpy(of(x.to(torch.bfloat16).view(torch.int16).numpy().view(ml_dtypes.bfloat16)).values())
             for x, of in zip((keys, values), kv.FORMATS[shape.kv_cache_dtype], strict=True)
         )
-    o = attention(normed_and_rotated(q, nq, layer.q_norm), keys, values)
+    seen = None
+    if shape.index is not None:
+        scores = flash_next.index_scores(x, layer.indexer, shape, of_angle, inv_freq, precision)
+        seen = flash_next.chosen_keys(scores, shape.index)
+    o = attention(normed_and_rotated(q, nq, layer.q_norm), keys, values, seen)
     return linear(o.flatten(1) * torch.sigmoid(gate), layer.o_proj, precision)
 
 
@@ -93,6 +103,64 @@ def feed_forward(x: Tensor, mlp: Any, shape: Any, precision: Precision) -> Tenso
     return y + torch.sigmoid(linear(x, mlp.shared_gate[None], precision)) * shared
 
 
+def read(x: Tensor, norm: Any, shape: Any, precision: Precision) -> tuple[Tensor, Tensor | None]:
+    """What a block reads of the residual stream, or of several, [T, H]; and how its output is written to
+    these.
+    """
+    if hasattr(norm, "down"):
+        return flash_next.read_streams(x, norm, shape, precision)
+    return rms_norm(x, norm, shape.rms_norm_eps), None
+
+
+def block(x: Tensor, norm: Any, shape: Any, precision: Precision, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The residual stream, or streams, after a block, which computes `of` what it reads."""
+    block_input, factors = read(x, norm, shape, precision)
+    return x + of(block_input) if factors is None else flash_next.write_streams(x, factors, of(block_input))
+
+
+@torch.no_grad()
+def trunk(
+    weights: Any,
+    shape: Any,
+    token_ids: Sequence[int],
+    precision: Precision = "float32",
+    chunked: bool = False,
+    trace: list[Tensor] | None = None,
+    store: StoreOfLayer | None = None,
+    pictures: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The residual stream behind the last layer, [T, H] float32; of several streams, [T, S*H].
+
+    `chunked` takes the chunked form of DeltaNet. `trace` collects the residual stream after the embedding and
+    after every layer, to find the first layer where two implementations part. `store`: what is kept of a
+    layer's recurrent state behind a token, or behind a chunk, by the layer's number among its kind.
+    `pictures`: the embeddings of all tokens [T, H], with those of pictures in the place of their tokens', and
+    the positions of M-RoPE [3, T].
+    """
+    embedded, positions = pictures or (weights.embed[torch.tensor(token_ids, dtype=torch.long)].float(), None)
+    x = embedded.repeat(1, shape.n_streams)
+    if trace is not None:
+        trace.append(x)
+    n_gdn = 0
+    for layer in weights.layers:
+        if getattr(layer, "ngrams", None) is not None:
+            rows = weights.ngram_rows(flash_next.ngram_ids(token_ids, shape.ngrams))
+            x = x + flash_next.ngram_embedding(x, rows, layer.ngrams, shape, precision)
+        if hasattr(layer, "in_proj"):
+            own = None if store is None else partial(store, layer=n_gdn)
+            mixer = partial(gdn_mixer, layer=layer, shape=shape, precision=precision, chunked=chunked, store=own)
+            n_gdn += 1
+        else:
+            mixer = partial(attention_mixer, layer=layer, shape=shape, precision=precision, positions=positions)
+        x = block(x, layer.input_norm, shape, precision, mixer)
+        x = block(
+            x, layer.post_norm, shape, precision, partial(feed_forward, mlp=layer.mlp, shape=shape, precision=precision)
+        )
+        if trace is not None:
+            trace.append(x)
+    return x
+
+
 @torch.no_grad()
 def hidden_states(
     weights: Any,
@@ -102,29 +170,11 @@ def hidden_states(
     chunked: bool = False,
     trace: list[Tensor] | None = None,
     store: StoreOfLayer | None = None,
+    pictures: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The states that the head reads, after the final norm: [T, H] float32.
-
-    `chunked` takes the chunked form of DeltaNet. `trace` collects the residual stream [T, H] after the
-    embedding and after every layer, to find the first layer where two implementations part. `store`: what is
-    kept of a layer's recurrent state behind a token, or behind a chunk, by the layer's number among its kind.
-    """
-    x = weights.embed[torch.tensor(token_ids, dtype=torch.long)].float()
-    if trace is not None:
-        trace.append(x)
-    n_gdn = 0
-    for layer in weights.layers:
-        normed = rms_norm(x, layer.input_norm, shape.rms_norm_eps)
-        if hasattr(layer, "in_proj"):
-            own = None if store is None else partial(store, layer=n_gdn)
-            x = x + gdn_mixer(normed, layer, shape, precision, chunked, own)
-            n_gdn += 1
-        else:
-            x = x + attention_mixer(normed, layer, shape, precision)
-        x = x + feed_forward(rms_norm(x, layer.post_norm, shape.rms_norm_eps), layer.mlp, shape, precision)
-        if trace is not None:
-            trace.append(x)
-    return rms_norm(x, weights.norm, shape.rms_norm_eps)
+    """The states that the head reads, after the final norm: [T, H] float32. See `trunk`."""
+    x = trunk(weights, shape, token_ids, precision, chunked, trace, store, pictures)
+    return read(x, weights.norm, shape, precision)[0]
 
 
 def forward(
@@ -135,9 +185,10 @@ def forward(
     chunked: bool = False,
     trace: list[Tensor] | None = None,
     store: StoreOfLayer | None = None,
+    pictures: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Logits [T, V] float32; row t is what follows token_ids[: t + 1]. See `hidden_states`."""
-    hidden = hidden_states(weights, shape, token_ids, precision, chunked, trace, store)
+    """Logits [T, V] float32; row t is what follows token_ids[: t + 1]. See `trunk`."""
+    hidden = hidden_states(weights, shape, token_ids, precision, chunked, trace, store, pictures)
     return linear(hidden, weights.lm_head, precision)
 
 
@@ -147,15 +198,30 @@ def draft_states(
 ) -> Tensor:
     """The draft head's own hidden states [T, H], of which lm_head makes logits of the token after the next.
 
-    hidden [T, H]: of the tokens, behind the final norm; next_ids: the tokens behind them.
+    hidden [T, H]: of the tokens, behind the final norm; of several streams [T, S*H], their `trunk`.
+    next_ids: the tokens behind them.
     """
-    head, eps = weights.draft_head, shape.rms_norm_eps
+    return read(draft_trunk(weights, shape, hidden, next_ids, precision), weights.draft_head.norm, shape, precision)[0]
+
+
+@torch.no_grad()
+def draft_trunk(
+    weights: Any, shape: Any, hidden: Tensor, next_ids: Sequence[int], precision: Precision = "float32"
+) -> Tensor:
+    """The residual stream behind the draft head's layer, or streams, [T, S*H]: what it guesses on from.
+    Arguments as of `draft_states`.
+    """
+    head, eps, n = weights.draft_head, shape.rms_norm_eps, shape.n_streams
     embedded = weights.embed[torch.tensor(next_ids, dtype=torch.long)].float()
-    pair = [rms_norm(embedded, head.embedding_norm, eps), rms_norm(rounded(hidden, precision), head.hidden_norm, eps)]
-    x = linear(torch.cat(pair, -1), head.fc, precision)
-    x = x + attention_mixer(rms_norm(x, head.layer.input_norm, eps), head.layer, shape, precision)
-    x = x + feed_forward(rms_norm(x, head.layer.post_norm, eps), head.layer.mlp, shape, precision)
-    return rms_norm(x, head.norm, eps)
+    normed = rms_norm(rounded(hidden, precision), head.hidden_norm, eps).unflatten(
+        -1, (n, -1)
+    )  # one norm of all streams
+    pair = [rms_norm(embedded, head.embedding_norm, eps)[:, None].expand_as(normed), normed]
+    x = linear(torch.cat(pair, -1), head.fc, precision).flatten(1)
+    mixer = partial(attention_mixer, layer=head.layer, shape=shape, precision=precision)
+    x = block(x, head.layer.input_norm, shape, precision, mixer)
+    mlp = partial(feed_forward, mlp=head.layer.mlp, shape=shape, precision=precision)
+    return block(x, head.layer.post_norm, shape, precision, mlp)
 
 
 def generate_greedy(
