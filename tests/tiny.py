@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
+from deltic.models.qwen.shape import ModelShape
 from deltic.text import PRE_TOKENIZERS
 from tests.tiny_vision import random_tower
 
@@ -44,6 +45,7 @@ EOS_TOKEN_IDS = (TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"])
 HIDDEN, N_Q_HEADS, N_KV_HEADS, HEAD_DIM = 256, 4, 2, 256
 N_K_HEADS, K_DIM, V_DIM, CONV_WIDTH = 2, 128, 128, 4
 FFN, N_EXPERTS, EXPERT_WIDTH, SHARED_WIDTH = 512, 16, 128, 128
+N_STREAMS, STREAM_RANK, INDEX_HEADS, INDEX_DIM, INDEX_BUDGET, N_TABLE_PARTS = 4, 32, 4, 128, 64, 4
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -90,6 +92,8 @@ _ARCHITECTURE = {
     ("moe", "wrapped"): "Qwen3_5MoeForConditionalGeneration",
     ("moe", "flat"): "Qwen3_5MoeForCausalLM",
     ("next", "flat"): "Qwen3NextForCausalLM",
+    ("flash", "wrapped"): "Qwen4ExpForConditionalGeneration",
+    ("flash", "flat"): "Qwen4ExpForCausalLM",
 }
 
 
@@ -110,7 +114,7 @@ def tiny_checkpoint(
 ) -> Path:
     """A checkpoint directory, made once a session.
 
-    kind: "dense" | "moe" | "next". layout: "wrapped" (multimodal names; default) | "flat" (always for
+    kind: "dense" | "moe" | "next" | "flash". layout: "wrapped" (multimodal names; default) | "flat" (always for
     next). experts: "fused" | "split" (default for next). extras: a few `model.visual.*` and `mtp.*` tensors
     as well. has_mtp: a draft head. has_tower: a vision tower, and a template that takes pictures. Every fourth layer is attention.
     """
@@ -124,6 +128,8 @@ def tiny_checkpoint(
         tensors = _split_experts(tensors)
     prefix = "model.language_model." if layout == "wrapped" else "model."
     tensors = {(n if n == "lm_head.weight" else prefix + n): t for n, t in tensors.items()}
+    if kind == "flash":
+        tensors |= _ngram_table(prefix, tiny_config(kind, tied=tied, layout=layout, n_layers=n_layers), seed + 4)
     if has_mtp:
         head = _random_values(_draft_head_shapes(kind), seed + 2)
         tensors |= _split_experts(head) if experts == "split" else head
@@ -131,7 +137,7 @@ def tiny_checkpoint(
         tensors |= {f"model.visual.{name}": tensor for name, tensor in random_tower(TOWER, seed + 3).items()}
     if extras:
         tensors |= _random_values(_extra_shapes(), seed + 1)
-    _write_tensors(path, {n: t.to(dtype) for n, t in tensors.items()}, shards)
+    _write_tensors(path, {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, shards)
 
     config = tiny_config(kind, tied=tied, layout=layout, n_layers=n_layers)
     if has_tower:
@@ -183,7 +189,26 @@ def tiny_config(kind: str, *, tied: bool, layout: str, n_layers: int = 4) -> dic
         moe = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         head = {"architectures": architectures, "model_type": "qwen3_next"}
         return head | text | moe | {"rope_parameters": rope, "partial_rotary_factor": 0.25}
-    model_type = "qwen3_5" if kind == "dense" else "qwen3_5_moe"
+    model_type = {"dense": "qwen3_5", "moe": "qwen3_5_moe", "flash": "qwen4_exp"}[kind]
+    if kind == "flash":
+        text |= {
+            "output_gate_type": "sigmoid",
+            "hc_count": N_STREAMS,
+            "hc_lowrank": STREAM_RANK,
+            "indexer_n_heads": INDEX_HEADS,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": INDEX_DIM,
+            "indexer_budget": INDEX_BUDGET,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": HIDDEN,
+            "ple_conv_kernel_size": 4,
+            "ngram_size": 3,
+            "heads_per_ngram": 4,
+            "ngram_vocab_size_base": 1000,
+            "make_ngram_vocab_size_divisible_by": 128,
+            "split_ngram_parts": N_TABLE_PARTS,
+        }
     text |= {
         "rope_parameters": rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
         "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(n_layers)],
@@ -240,20 +265,20 @@ def _session_dir() -> str:
 
 
 def _n_v_heads(kind: str) -> int:
-    return 6 if kind == "dense" else 4
+    return 6 if kind in ("dense", "flash") else 4
 
 
 def _text_shapes(kind: str, n_layers: int, tied: bool) -> dict[str, tuple[int, ...]]:
     """Stored names, without the prefix, and shapes; experts fused."""
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB_SIZE, HIDDEN), "norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB_SIZE, HIDDEN)}
+    shapes |= _norm_shapes(kind, "norm", "hyper_connection_mixer", injects=False)
     if not tied:
         shapes["lm_head.weight"] = (VOCAB_SIZE, HIDDEN)
     for i in range(n_layers):
-        mixer = _attention_shapes() if i % 4 == 3 else _gdn_shapes(kind)
-        for name, shape in {**mixer, **_feed_forward_shapes(kind)}.items():
+        mixer = _attention_shapes(kind) if i % 4 == 3 else _gdn_shapes(kind)
+        ngrams = _ngram_shapes() if kind == "flash" and i == 1 else {}
+        for name, shape in {**mixer, **ngrams, **_feed_forward_shapes(kind), **_layer_norm_shapes(kind)}.items():
             shapes[f"layers.{i}.{name}"] = shape
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"layers.{i}.{norm}.weight"] = (HIDDEN,)
     return shapes
 
 
@@ -278,7 +303,52 @@ def _gdn_shapes(kind: str) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _attention_shapes() -> dict[str, tuple[int, ...]]:
+def _layer_norm_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    first = _norm_shapes(kind, "input_layernorm", "attn_hyper_connection")
+    return first | _norm_shapes(kind, "post_attention_layernorm", "mlp_hyper_connection")
+
+
+def _norm_shapes(kind: str, norm: str, connection: str, injects: bool = True) -> dict[str, tuple[int, ...]]:
+    """A norm, or the hyper-connection that stands in its place."""
+    if kind != "flash":
+        return {f"{norm}.weight": (HIDDEN,)}
+    width = N_STREAMS * HIDDEN
+    inject = {f"{connection}.block_inject_weight.weight": (N_STREAMS, width)} if injects else {}
+    return inject | {
+        f"{connection}.hc_norm.weight": (width,),
+        f"{connection}.input_mix_weight_down.weight": (STREAM_RANK, width),
+        f"{connection}.input_mix_weight_up.weight": (width, STREAM_RANK),
+    }
+
+
+def _ngram_shapes() -> dict[str, tuple[int, ...]]:
+    """The n-gram embedding without its table."""
+    width = N_STREAMS * HIDDEN
+    norms = {f"ple.norm_{part}.weight": (width,) for part in ("key", "query", "conv")}
+    projections = {"ple.key_proj.weight": (width, HIDDEN), "ple.value_proj.weight": (HIDDEN, HIDDEN)}
+    return norms | projections | {"ple.conv1d.weight": (width, 1, 4)}
+
+
+def _ngram_table(prefix: str, config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """The table of n-grams in its parts, and the integers of the hash."""
+    ngrams, p = ModelShape.from_config(config).ngrams, f"{prefix}layers.1.ple.ple_embedding."
+    assert ngrams is not None
+    part: tuple[int, ...] = (ngrams.n_rows // N_TABLE_PARTS, ngrams.head_width)
+    shapes = {f"{p}ngram_embedding.shard_{i}.weight": part for i in range(N_TABLE_PARTS)}
+    integers = (
+        ("layer_multipliers", ngrams.multipliers),
+        ("ngram_heads_vocab_sizes", ngrams.primes),
+        ("ngram_heads_offsets", ngrams.offsets),
+    )
+    return _random_values(shapes, seed) | {f"{p}{name}": torch.tensor(values) for name, values in integers}
+
+
+def _attention_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    index = {
+        "self_attn.indexer.index_qk_proj.weight": ((INDEX_HEADS + 1) * INDEX_DIM, HIDDEN),
+        "self_attn.indexer.q_layernorm.weight": (INDEX_DIM,),
+        "self_attn.indexer.k_layernorm.weight": (INDEX_DIM,),
+    }
     return {
         "self_attn.q_proj.weight": (2 * N_Q_HEADS * HEAD_DIM, HIDDEN),
         "self_attn.k_proj.weight": (N_KV_HEADS * HEAD_DIM, HIDDEN),
@@ -286,7 +356,7 @@ def _attention_shapes() -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj.weight": (HIDDEN, N_Q_HEADS * HEAD_DIM),
         "self_attn.q_norm.weight": (HEAD_DIM,),
         "self_attn.k_norm.weight": (HEAD_DIM,),
-    }
+    } | (index if kind == "flash" else {})
 
 
 def _feed_forward_shapes(kind: str) -> dict[str, tuple[int, ...]]:
@@ -321,14 +391,16 @@ def _extra_shapes() -> dict[str, tuple[int, ...]]:
 
 def _draft_head_shapes(kind: str) -> dict[str, tuple[int, ...]]:
     """An attention layer, and what joins it to the trunk."""
-    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    norms += ("layers.0.input_layernorm", "layers.0.post_attention_layernorm")
-    layer = {**_attention_shapes(), **_feed_forward_shapes(kind)}
-    return (
-        {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)}
-        | {f"mtp.{norm}.weight": (HIDDEN,) for norm in norms}
-        | {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}
-    )
+    n_streams, joint = (N_STREAMS, ("fc_embedding", "fc_hidden")) if kind == "flash" else (1, ("fc",))
+    layer = {**_layer_norm_shapes(kind), **_attention_shapes(kind), **_feed_forward_shapes(kind)}
+    head = {
+        **{f"{name}.weight": (HIDDEN, 2 * HIDDEN // len(joint)) for name in joint},
+        **_norm_shapes(kind, "norm", "hyper_connection_mixer", injects=False),
+        "pre_fc_norm_embedding.weight": (HIDDEN,),
+        "pre_fc_norm_hidden.weight": (n_streams * HIDDEN,),
+        **{f"layers.0.{name}": shape for name, shape in layer.items()},
+    }
+    return {f"mtp.{name}": shape for name, shape in head.items()}
 
 
 def _random_values(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:

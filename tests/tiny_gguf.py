@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from deltic.models.qwen.shape import ModelShape
 from tests.tiny import tiny_checkpoint
 
 Array = NDArray[Any]
 
-ARCHITECTURES = {"Qwen3_5F": "qwen35", "Qwen3_5M": "qwen35moe", "Qwen3Nex": "qwen3next"}
+ARCHITECTURES = {"Qwen3_5F": "qwen35", "Qwen3_5M": "qwen35moe", "Qwen3Nex": "qwen3next", "Qwen4Exp": "qwen4exp"}
 """By the beginning of Hugging Face's."""
 
 NAMES = {
@@ -43,6 +44,20 @@ NAMES = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps", "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "self_attn.indexer.q_proj": "indexer.q_proj", "self_attn.indexer.k_proj": "indexer.k_proj",
+    "self_attn.indexer.q_layernorm": "indexer.q_norm", "self_attn.indexer.k_layernorm": "indexer.k_norm",
+    "ple.key_proj": "ple_key", "ple.value_proj": "ple_value", "ple.conv1d": "ple_conv1d",
+    "ple.norm_key": "ple_norm_key", "ple.norm_query": "ple_norm_query", "ple.norm_conv": "ple_norm_conv",
+} | {
+    f"{of}.{name}": f"{in_file}_{part}"
+    for of, in_file in (
+        ("attn_hyper_connection", "hc_attn"), ("mlp_hyper_connection", "hc_ffn"),
+        ("model.hyper_connection_mixer", "output_hc"), ("hyper_connection_mixer", "nextn.hc_head"),
+    )
+    for name, part in (
+        ("hc_norm", "norm"), ("input_mix_weight_down", "down"), ("input_mix_weight_up", "up"),
+        ("block_inject_weight", "inject"),
+    )
 }  # fmt: skip
 """ggml's, by those of the checkpoint without `.weight`."""
 
@@ -96,6 +111,7 @@ def write_gguf(
     template are, if not in `source`. change: adds to the metadata.
     """
     config = json.loads((source / "config.json").read_text())
+    is_flash = config["architectures"][0].startswith("Qwen4Exp")
 
     def tensors() -> Iterator[tuple[str, str, Array]]:
         yield from converted(stored_values(source), config, is_fused)
@@ -106,6 +122,8 @@ def write_gguf(
     n_tensors = -(-sum(1 for _ in tensors()) // n_files) if n_files > 1 else 0
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=n_tensors)
     _write_metadata(writer, arch, config, has_mtp)
+    if is_flash:
+        _write_flash_next(writer, source, config, has_mtp)
     _write_text(writer, text or source, config["vocab_size"], "qwen2" if arch == "qwen3next" else "qwen35")
     change(writer)
     pick = type if callable(type) else _of_matrices(type)
@@ -136,12 +154,20 @@ def mtp_values(tensors: dict[str, Array], config: dict[str, Any]) -> dict[str, A
     """A draft head: the last attention layer again, and what joins it to the trunk."""
     last = max(int(name.split(".")[2]) for name in tensors if ".self_attn.q_norm" in name)
     layer = f"model.layers.{last}."
-    h = config["hidden_size"]
+    h, n_streams = config["hidden_size"], config.get("hc_count", 1)
     generator = np.random.default_rng(9)
-    return {f"mtp.layers.0.{n.removeprefix(layer)}": t for n, t in tensors.items() if n.startswith(layer)} | {
-        "mtp.fc.weight": generator.normal(0, 0.05, (h, 2 * h)).astype(np.float32),
-        **{f"mtp.{name}.weight": generator.normal(0, 0.1, h).astype(np.float32) for name in NEXTN if name != "fc"},
-    }
+    sizes = {name: h for name in NEXTN if name != "fc"} | {"pre_fc_norm_hidden": n_streams * h}
+    mixer = {f"mtp.{n[6:]}": t for n, t in tensors.items() if n.startswith("model.hyper_connection_mixer.")}
+    if mixer:
+        del sizes["norm"]
+    return (
+        mixer
+        | {f"mtp.layers.0.{n.removeprefix(layer)}": t for n, t in tensors.items() if n.startswith(layer)}
+        | {
+            "mtp.fc.weight": generator.normal(0, 0.05, (h, 2 * h)).astype(np.float32),
+            **{f"mtp.{name}.weight": generator.normal(0, 0.1, n).astype(np.float32) for name, n in sizes.items()},
+        }
+    )
 
 
 def tiled(values: Array, n_k: int, n_v: int, axis: int = 0) -> Array:
@@ -160,8 +186,21 @@ def converted(
     n_k, n_v, dim = (config[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "value_head_dim"))
     keys = 2 * n_k * config["linear_key_head_dim"]
     is_next = config["architectures"][0] == "Qwen3NextForCausalLM"
+    table: list[Array] = []
     for name, values in tensors:
+        if ".ngram_embedding.shard_" in name:
+            table.append(values)  # in the order of the file: shards are few, and sorted
+            if len(table) == config["split_ngram_parts"]:
+                yield "table", "per_layer_token_embd.weight", np.concatenate(table)
+            continue
+        if ".ple_embedding." in name:
+            continue
         block, prefix, base = _place(name, config["num_hidden_layers"])
+        if base == "self_attn.indexer.index_qk_proj":
+            for part, rows in zip("qk", np.split(values, [-config["indexer_head_dim"]]), strict=True):
+                own = f"self_attn.indexer.{part}_proj"
+                yield f"{prefix}{own}.weight", f"{block}{NAMES[own]}.weight", rows
+            continue
         if base == "linear_attn.in_proj_qkvz":
             q, k, v, z = np.split(values.reshape(n_k, -1, values.shape[-1]), np.cumsum([128, 128, n_v // n_k * dim]), 1)
             qkv = np.concatenate([part.reshape(-1, values.shape[-1]) for part in (q, k, v)])
@@ -172,9 +211,9 @@ def converted(
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{prefix}mlp.experts.{part}_proj.weight", f"{block}ffn_{part}_exps.weight", half
             continue
-        if base.endswith("norm") or base.startswith("pre_fc_norm"):
+        if base.endswith("norm") or base.startswith(("pre_fc_norm", "ple.norm_")):
             values = values if base == "linear_attn.norm" else values + np.float32(1)
-        if base == "linear_attn.conv1d":
+        if base.endswith("conv1d"):
             values = values[:, 0]
         if not is_next and base in ("linear_attn.in_proj_qkv", "linear_attn.conv1d"):
             values = np.concatenate([values[:keys], tiled(values[keys:], n_k, n_v)])
@@ -289,6 +328,42 @@ def _write_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], 
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _write_flash_next(writer: gguf.GGUFWriter, source: Path, config: dict[str, Any], has_mtp: bool) -> None:
+    """The metadata of streams, index and n-grams, by the converter's names, which the package has not yet."""
+    ngrams = ModelShape.from_directory(source).ngrams
+    assert ngrams is not None
+    n_layers = config["num_hidden_layers"]
+    numbers = {
+        "hyper_connection.count": config["hc_count"],
+        "hyper_connection.low_rank": config["hc_lowrank"],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"],
+        "attention.indexer.top_k": config["indexer_budget"],
+        "ple.ngram_size": config["ngram_size"],
+        "ple.heads_per_ngram": config["heads_per_ngram"],
+        "ple.conv_kernel": config["ple_conv_kernel_size"],
+        "ple.eos_token_id": ngrams.eos_id,
+        "embedding_length_per_layer_input": ngrams.head_width,
+    }
+    for key, value in numbers.items():
+        writer.add_uint32(f"qwen4exp.{key}", value)
+    ratio = config["indexer_compress_ratio"]
+    lists = {
+        "attention.compress_ratios": [ratio if i % 4 == 3 else 0 for i in range(n_layers)] + [0] * has_mtp,
+        "ple.layers": [ngrams.layer],
+    }
+    for key, values in lists.items():
+        writer.add_array(f"qwen4exp.{key}", values)
+    integers = {
+        "layer_multipliers": ngrams.multipliers,
+        "head_vocab_sizes": ngrams.primes,
+        "head_offsets": ngrams.offsets,
+    }
+    for key, exact in integers.items():
+        kind = gguf.GGUFValueType
+        writer.add_key_value(f"qwen4exp.ple.{key}", list(exact), kind.ARRAY, sub_type=kind.UINT64)
 
 
 def _write_text(writer: gguf.GGUFWriter, source: Path, vocab_size: int, pre: str) -> None:

@@ -197,6 +197,13 @@ def expected(kind: str) -> dict[str, Array]:
     values |= mtp_values(values, config)
     n_k, n_v = config["linear_num_key_heads"], config["linear_num_value_heads"]
     found: dict[str, Array] = {}
+    if kind == "flash":
+        shards = [values.pop(name) for name in sorted(values) if ".ngram_embedding.shard_" in name]
+        found["per_layer_token_embd.weight"] = np.concatenate(shards)
+        values = {name: tensor for name, tensor in values.items() if ".ple_embedding." not in name}
+        for name in [name for name in values if name.endswith("index_qk_proj.weight")]:
+            both = values.pop(name)
+            found[name.replace("index_qk", "q")], found[name.replace("index_qk", "k")] = both[:-128], both[-128:]
     for name, tensor in values.items():
         prefix, _, last = name.rpartition(".experts.")
         part = name.rpartition("linear_attn.")[2]
@@ -220,7 +227,8 @@ def expected(kind: str) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_files", "is_fused"), [("dense", 3, False), ("moe", 1, True), ("moe", 2, False), ("next", 1, False)]
+    ("kind", "n_files", "is_fused"),
+    [("dense", 3, False), ("moe", 1, True), ("moe", 2, False), ("next", 1, False), ("flash", 2, False)],
 )
 def test_tensors_have_the_checkpoint_s_names_and_values(kind: str, n_files: int, is_fused: bool) -> None:
     tensors = stored_tensors(open_gguf(tiny_gguf(kind, "F32", n_files=n_files, has_mtp=True, is_fused=is_fused)))
@@ -274,7 +282,7 @@ def test_a_vector_is_one_row() -> None:
         assert not isinstance(rows, Quantised) and rows.shape == (1, HIDDEN)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "next", "flash"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_shape_is_the_checkpoint_s(kind: str, tied: bool) -> None:
     path = tiny_gguf(kind, tied=tied, has_mtp=not tied)
