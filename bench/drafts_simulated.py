@@ -34,10 +34,12 @@ COSTS = {
     "int4": (13.0, 1.2, 5, 2.2, 1.2, 0.0),
     "demo": (1.0, 0.35, 64, 0.35, 0.2, 0.0),
     "gpu": (1.1, 0.04, 64, 0.04, 0.1, 0.25),
+    "gpu-27b": (8.1, 0.12, 64, 0.11, 0.3, 0.3),
+    "gpu-35b": (1.9, 0.3, 8, 0.14, 0.12, 0.25),
 }
-"""Milliseconds of a step with one row, of each row more up to a number of them, of each row beyond that, of a
-guess of the head, and of what a step takes less that runs ahead. Roughly those of 0.8B in two formats on
-two cores, of the built-in model there, and of a GPU.
+"""Milliseconds of a step without rows, of each row up to a number of them, of each row beyond that, of a
+guess of the head, and of what a step takes less that runs ahead. Roughly those of 0.8B in two formats on two
+cores, of the built-in model there, and of 0.8B, 27B and 35B in FP8 on an H200.
 """
 MAX_DRAFTS = 8
 
@@ -108,11 +110,24 @@ def forced_in(ids: list[int], n_ids: int, eos: int) -> dict[int, list[int]]:
     return found
 
 
-def workloads(seed: int) -> dict[str, Workload]:
+def misleading_turns(prompt: list[int], n: int, rng: random.Random) -> list[int]:
+    """Text that goes on as the prompt does for 60 tokens; then for 60 its runs end otherwise."""
+    found = list[int]()
+    while len(found) < n:
+        at = rng.randrange(len(prompt) - 60)
+        found += prompt[at : at + 60]
+        for _ in range(12):
+            at = rng.randrange(len(prompt) - 5)
+            found += [*prompt[at : at + 4], rng.randrange(9000)]
+    return found[:n]
+
+
+def workloads(seed: int) -> dict[str, list[Workload]]:
     rng, tokenizer = random.Random(seed), Tokenizer.load(DEMO)
     (eos,) = tokenizer.encode("<|im_end|>", "parse")
     edit = [tokenizer.encode((ROOT / f"bench/traces/edit-{part}.txt").read_text()) for part in ("prompt", "answer")]
     prose = tokenizer.encode((ROOT / "docs/design/purity.md").read_text())
+    python = tokenizer.encode((ROOT / "deltic/engine/scheduler.py").read_text())
     words = (ROOT / "docs/design/cache.md").read_text().replace("|", " ").replace('"', " ").replace("\\", " ").split()
     paragraph, again = rng.choices(range(9000), k=120), list[int]()
     for _ in range(7):  # each time other words here and there
@@ -124,8 +139,11 @@ def workloads(seed: int) -> dict[str, Workload]:
     def anything(n: int = 800, k: int = 9000) -> list[int]:
         return rng.choices(range(k), k=n)
 
-    return {
+    lines, near = rng.randrange(len(python) // 2), anything(300)
+    found = {
         "edit": Workload(edit[0], edit[1]),
+        "code": Workload(python[lines : lines + 600], python[lines + 600 : lines + 1400]),
+        "misleading turns": Workload(near, misleading_turns(near, 800, rng)),
         "text that repeats": Workload([1] * 8, again),
         "nothing repeats": Workload(anything(40), anything()),
         "prose": Workload(prose[at : at + 300], prose[at + 300 : at + 1100]),
@@ -135,7 +153,13 @@ def workloads(seed: int) -> dict[str, Workload]:
         "edit, head 0.6": Workload(edit[0], edit[1], (0.6,)),
         **{f"head {p:g}": Workload(anything(40), anything(), (p,)) for p in (0, 0.3, 0.6, 0.8, 0.9)},
         "head 0.9 or 0": Workload(anything(40), anything(), (0.9, 0.0)),
+        "edit or nothing, head 0.6 or 0": Workload(
+            near, [*near[:100], *anything(100), *near[100:], *anything(100), *near], (0.6, 0.0, 0.0)
+        ),
     }
+    company = [found[name] for name in ("edit", "head 0.9", "nothing repeats", "misleading turns")]
+    hostile = [found[name] for name in ("misleading turns", "misleading runs", "head 0.3", "head 0.9 or 0")]
+    return {name: [load] for name, load in found.items()} | {"mixed company": company, "hostile company": hostile}
 
 
 def step_ms(cost: str, n_rows: int) -> float:
@@ -143,23 +167,29 @@ def step_ms(cost: str, n_rows: int) -> float:
     return begin + each * min(n_rows, knee) + more * max(0, n_rows - knee)
 
 
-def gained(load: Workload, cost: str, n: int, seed: int, held_up: float) -> tuple[float, float]:
+def gained(loads: list[Workload], cost: str, n: int, seed: int, held_up: float) -> tuple[float, float]:
     """Returns how many times as fast n sequences are, and microseconds of `plan` a sequence and step.
 
-    held_up: part of the steps that seem to take ten times as long, as another program has the processor.
+    loads: of the sequences, in turn. held_up: part of the steps that seem to take ten times as long, as
+    another program has the processor.
     """
     *_, guess_cost, saved = COSTS[cost]
     rng, draws = random.Random(seed), random.Random(seed + 1)
-    guides: Any = Allowing() if load.forced else None
-    drafting = Drafting(MAX_DRAFTS, bool(load.accept), guides, saved > 0)
+    guides: Any = Allowing() if any(load.forced for load in loads) else None
+    drafting = Drafting(MAX_DRAFTS, any(load.accept for load in loads), guides, saved > 0)
     spent, plain, planned_s, n_planned = 0.0, 0.0, 0.0, 0
     for answer in range(2):
-        request = Request(id=str(answer), prompt_ids=[], params=SamplingParams(max_tokens=len(load.answer) + 1))
-        n_prompt, begin = len(load.prompt), array("i", [*load.prompt, load.answer[0]])
-        running = [Sequence(request, i, 0, begin[:], n_prompt, n_computed=n_prompt) for i in range(n)]
-        for one in running if load.forced else ():
-            one.guide = Forced(one, load.forced)
-        while all(one.n_generated < len(load.answer) - 1 for one in running):
+        by, running = dict[Sequence, Workload](), list[Sequence]()
+        for i in range(n):
+            load = loads[i % len(loads)]
+            request = Request(id=str(answer), prompt_ids=[], params=SamplingParams(max_tokens=len(load.answer) + 1))
+            n_prompt = len(load.prompt)
+            one = Sequence(request, i, 0, array("i", [*load.prompt, load.answer[0]]), n_prompt, n_computed=n_prompt)
+            if load.forced:
+                one.guide = Forced(one, load.forced)
+            running.append(one)
+            by[one] = load
+        while all(one.n_generated < len(by[one].answer) - 1 for one in running):
             step = Step([Chunk(s, len(s.tokens) - 1, 1) for s in running], [Draw(i, s) for i, s in enumerate(running)])
             ran_ahead = running[0].runs_ahead
             begun_s = time.perf_counter()
@@ -168,6 +198,7 @@ def gained(load: Workload, cost: str, n: int, seed: int, held_up: float) -> tupl
             n_drawn = 0
             for draw, chunk in zip(step.draws, step.chunks, strict=True):
                 one, n_right = draw.sequence, 0
+                load = by[one]
                 rest = load.answer[one.n_generated : one.n_generated + 2 * MAX_DRAFTS + 2]
                 while n_right < min(len(chunk.drafts), len(rest) - 1) and chunk.drafts[n_right] == rest[n_right]:
                     n_right += 1
@@ -176,7 +207,7 @@ def gained(load: Workload, cost: str, n: int, seed: int, held_up: float) -> tupl
                 behind = rest[1 + n_right :][: draw.n_guesses]
                 guesses = [id if draws.random() < chance else id + 1 for id in behind]
                 if chunk.drafts:
-                    drafting.count(one, len(chunk.drafts), n_right)
+                    drafting.count(len(chunk.drafts), n_right)
                 if one.drafter is not None:
                     one.drafter.guesses = guesses
                 n_drawn += 1 + n_right

@@ -75,7 +75,6 @@ class Schedule:
         monkeypatch.setattr(Drafter, "propose", self.propose)
         monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
         monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-        monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
         engine, waiting, answers = Engine(runner), requests(self.seed, self.sizes), dict[Any, Any]()
         n_steps = 0
         while waiting or engine.has_work():
@@ -98,7 +97,7 @@ class Schedule:
             n_steps += 1
         return {key: answer for key, answer in answers.items() if key[0] not in self.aborted}, engine
 
-    def propose(self, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
+    def propose(self, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         """What a plain run drew next, up to a random place, then something else."""
         sequence: Sequence | None = self.sequences.get(id(tokens))
         if sequence is None:  # just forked

@@ -162,7 +162,7 @@ class StepCost:
             return  # then nothing prefills beside a decode
 
         def measure(n_decodes: int, n_rows: int, decode_at: int = 1, prefill_at: int = 0) -> float:
-            step = _made_up(n_decodes, n_rows, decode_at, prefill_at, info.vocab_size)
+            step = made_up_step(n_decodes, n_rows, decode_at, prefill_at, info.vocab_size)
             best, spent = float("inf"), 0.0
             for i in range(5):
                 begin = time.perf_counter()
@@ -209,8 +209,11 @@ class StepCost:
             points[i] = x, least
 
 
-def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab_size: int) -> Step:
-    """A step of made-up sequences, in the first batch slots, state slots and pages.
+def made_up_step(
+    n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab_size: int, n_drafts: int = 0, n_guesses: int = 0
+) -> Step:
+    """A step of made-up sequences, in the first batch slots, state slots and pages. n_drafts, n_guesses: of
+    each decode.
 
     Its tokens are random: equal ones would all go to the same experts.
     """
@@ -219,14 +222,15 @@ def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab
     n_pages = 0
     for i in range(n_decodes + (n_rows > 0)):
         is_decode = i < n_decodes
-        start, length = (decode_at, 1) if is_decode else (prefill_at, n_rows)
+        start, length = (decode_at, 1 + n_drafts) if is_decode else (prefill_at, n_rows)
         n_own = -(-(start + length) // PAGE_SIZE)
         n_prompt = start if is_decode else start + length + 1
+        ids = array("i", Random(i).choices(range(vocab_size), k=max(n_prompt, start + length)))
         sequence = Sequence(
             Request(id=f"fit-{i}", prompt_ids=[], params=params),
             0,
             i,
-            array("i", Random(i).choices(range(vocab_size), k=max(n_prompt, start + length))),
+            ids[: start + 1] if is_decode else ids,
             n_prompt,
             n_computed=start,
             pages=list(range(n_pages, n_pages + n_own)),
@@ -234,7 +238,7 @@ def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab
             state_slot=i,
         )
         n_pages += n_own
-        step.chunks.append(Chunk(sequence, start, length))
+        step.chunks.append(Chunk(sequence, start, length, drafts=ids[start + 1 :] if is_decode else ()))
         if is_decode:
-            step.draws.append(Draw(i, sequence))
+            step.draws.append(Draw(i, sequence, n_guesses))
     return step

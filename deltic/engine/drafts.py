@@ -12,24 +12,29 @@ Where a grammar leaves one text only, that is the draft.
 A draft head (MTP), where the checkpoint has one, guesses from the model's own hidden state. The runner has
 it: behind each draw it gives as many tokens as the step before asked for.
 
-How long drafts are follows from what became of the last ones, and from what steps took: of all tokens that
-are proposed in a step, the likeliest ones run, as many as make a token cheapest. A proposer whose drafts are
-not worth their rows pauses, longer each time.
+Which of them a sequence believes, and how far, follows from what came where they had guessed, also where the
+guess was not run. Of all tokens that are proposed in a step, the likeliest ones run, as many as make a token
+cheapest by what steps with so many rows took. Where none is worth its row, steps are plain ones. Guesses of
+repeats and grammars cost no step anything. The head's do, so it is tried less and less often where they are
+not worth it, by all sequences in the same step.
 
 A GPU starts the next decode before the host has read this one (runtime/gpu/runner.py). It cannot where that
-decode has a draft. So it does as long as none is in sight, and a draft comes a step later than it could.
+decode has a draft. So drafts are compared with steps that ran ahead, and come a step later than they could.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
+from deltic.engine.cost import FIT_S, made_up_step
 from deltic.engine.guides import Guide, Guides
 from deltic.engine.messages import EngineInfo
-from deltic.engine.step import Chunk, Sequence, Step
+from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
 
 LEAST = 3
@@ -47,29 +52,26 @@ N_INDEXED = 8192
 N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
-MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
-"""Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
+HEAD, GRAMMAR, REPEATS = "head", "grammar", ("repeats of 3", "of 4", "of 8", "of 16")
+"""Names of proposers. Repeats are as good as the run is long that came before: by its least tokens."""
 
-MOST_MISSES = MAX_PAUSE.bit_length() - 1
-"""Misses with which a proposer pauses longest."""
+MAX_PAUSE = 256
+"""Steps between two tries of a head whose guesses are not worth it, at most."""
 
-N_PAUSES = 6
-"""Lengths of the pause of all drafts, each twice the one before, up to MAX_PAUSE."""
+FREE_TRIES = 4
+"""Steps in which the head guesses for some sequences, of which one has a guess for each."""
 
-KEPT = 0.93
-"""Decay of a record with each draft."""
+KEPT = 0.98
+"""Decay of a record with each token that is seen."""
 
-A_TRY = 0.5
-"""Chance that the first token behind a pause is believed to have."""
+LEAST_SEEN = 2.0
+"""Tokens that a record counts for at the least: those of a new sequence, of which only others are known."""
 
 KEPT_TIMES = 0.95
 """Decay of the statistics of times with each new one."""
 
 KEPT_AHEAD, N_VALID = 0.8, 512
 """Decay of the known time of steps that run ahead, and the number of steps for which it is valid."""
-
-KEPT_WORTH, N_TRIED = 0.95, 6
-"""Decay of the worth of steps that do not run ahead, and the number of them before it may cause a pause."""
 
 BELIEF = 0.1
 """Weight of what is believed of times beside what is known: that of one step that ran this many tokens more,
@@ -82,10 +84,13 @@ SURE = 2.0
 MOST_LATE = 2.0
 """Factor by which a time may exceed what is expected; what is above says nothing of the work."""
 
+N_FITTED = (1, 8, 64)
+"""Numbers of sequences whose steps are timed at the start."""
+
 OWN = 4.0
 """Cost of a sequence's own row, in rows of its draft, until that is known."""
 
-HEAD = 0.1
+HEAD_S = 0.1
 """Cost of a guess of the head, in steps without drafts, until that is known."""
 
 
@@ -114,6 +119,8 @@ class Repeats:
     """The first place that is indexed; 0: none is yet."""
     newest: dict[tuple[int, ...], int] = field(default_factory=dict)
     before: array[int] = field(default_factory=lambda: array("i"))
+    length: int = 0
+    """Tokens of the run that was followed last."""
 
     def follow(self, tokens: Ids[int], most: int) -> list[int]:
         """Returns up to `most` tokens that followed the longest run with which `tokens` end, when it came
@@ -144,6 +151,7 @@ class Repeats:
             if same > length:
                 best, length = place, same
             place = before[place - self.first]
+        self.length = length
         draft: list[int] = []
         for at in range(best, best + min(most, length)):  # behind the end the draft goes on with itself
             draft.append(tokens[at] if at < n else draft[at - n])
@@ -155,47 +163,28 @@ class Record:
     """Statistics of a proposer's tokens, the latest most: the chance that the next is right."""
 
     n_right: float = 1.5
-    n_seen: float = 2.0
+    n_seen: float = LEAST_SEEN
     """Tokens that were right, and those and the first wrong ones. They begin as a guess."""
-    n_misses: int = 0
-    """Drafts in a row that were not worth their rows, also when they were tried again."""
 
     @property
     def chance(self) -> float:
         """Chance of a token to be right, if those before are."""
-        return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
+        return self.n_right / self.n_seen
 
-    def is_due(self, step: int, last: int) -> bool:
-        """Returns whether the proposer is due in the step of this number: after each miss half as often. All
-        sequences try in the same steps, so that others have none. A sequence that had no part in such a step
-        (its mask was late, or a prefill ran) tries in its next one.
+    def observe(self, n_right: int, is_wrong: bool) -> None:
+        """Learns what became of a draft: n_right tokens came as guessed, and then another one."""
+        n_seen = n_right + is_wrong
+        self.n_right = KEPT**n_seen * self.n_right + n_right
+        self.n_seen = KEPT**n_seen * self.n_seen + n_seen
 
-        last: the step in which its sequence was asked before.
-        """
-        return not self.n_misses or step >> self.n_misses > last >> self.n_misses
+    def doubt(self) -> None:
+        """Believes half of what was seen, as that was some time ago."""
+        part = max(0.5, LEAST_SEEN / self.n_seen) if self.n_seen > LEAST_SEEN else 1.0
+        self.n_right, self.n_seen = part * self.n_right, part * self.n_seen
 
     def begun(self) -> Record:
-        """Makes the record of a new sequence, of which no more is known. It waits for its first try as those
-        did that were in vain last.
-        """
-        return Record(2.0 * self.n_right / self.n_seen, 2.0, min(self.n_misses, MAX_FIRST_PAUSE.bit_length() - 1))
-
-    def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
-        """Chances of a draft's n tokens to be right, each with `whose` draft it is. A try is one token."""
-        return [(self.chance ** (i + 1), whose) for i in range(min(n, 1) if self.n_misses else n)]
-
-    def observe(self, n_drafted: int, n_accepted: int) -> None:
-        """Learns what became of a draft."""
-        self.n_right = KEPT * self.n_right + n_accepted
-        self.n_seen = KEPT * self.n_seen + n_accepted + (n_accepted < n_drafted)
-        if n_accepted:
-            self.n_misses = 0
-        elif self.n_misses:  # that was the try
-            self.miss()
-
-    def miss(self) -> None:
-        """Notes that a draft was not worth its rows: they pause, longer each time."""
-        self.n_misses = min(self.n_misses + 1, MOST_MISSES)
+        """Makes the record of a new sequence, of which no more is known."""
+        return Record(LEAST_SEEN * self.chance, LEAST_SEEN)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,46 +194,52 @@ class Drafter:
     repeats: Repeats = field(default_factory=Repeats)
     guesses: list[int] = field(default_factory=list)
     """Guesses of the draft head, behind the last token."""
-    of_repeats: Record = field(default_factory=Record)
-    of_head: Record = field(default_factory=Record)
-    of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
-    used: Record = field(default_factory=Record)
-    """The record of whoever proposed the next draft; the head's where there is none."""
-    asked: int = 0
-    """The latest step for which the proposers were asked, and what was to be tried was."""
+    records: dict[str, Record] = field(
+        default_factory=lambda: {GRAMMAR: Record(19.0, 20.0)} | {name: Record() for name in (HEAD, *REPEATS)}
+    )
+    used: str = HEAD
+    """The proposer of the draft that was proposed last."""
+    proposed: dict[str, list[int]] = field(default_factory=dict)
+    """Tokens that each has proposed behind the first n_before ones."""
+    n_before: int = 0
 
-    def begun(self, step: int) -> Drafter:
-        """Makes the drafter of a new sequence, which comes behind the step of this number."""
-        return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun(), asked=step)
+    def begun(self) -> Drafter:
+        """Makes the drafter of a new sequence."""
+        return Drafter(records={name: record.begun() for name, record in self.records.items()})
 
-    def observe(self, n_drafted: int, n_accepted: int, known: Drafter) -> None:
-        """Learns what became of a draft. known: with the records of all sequences, which learn it, too."""
-        for record, of_all in ((self.of_repeats, known.of_repeats), (self.of_head, known.of_head)):
-            if record is self.used:
-                of_all.n_misses = max(of_all.n_misses, min(record.n_misses, 1))  # it was tried
-                of_all.observe(n_drafted, n_accepted)
-        self.used.observe(n_drafted, n_accepted)
+    def learn(self, tokens: Ids[int], known: Drafter) -> None:
+        """Learns what came where something was proposed, whether it was run or not. known: with the records
+        of all sequences, which learn it, too.
+        """
+        for name, draft in self.proposed.items():
+            came = tokens[self.n_before : self.n_before + len(draft)]
+            n_right = 0
+            while n_right < len(came) and came[n_right] == draft[n_right]:
+                n_right += 1
+            for record in (self.records[name], known.records[name]) if len(came) else ():
+                record.observe(n_right, n_right < len(came))
+        self.proposed = {}
 
-    def propose(self, tokens: Ids[int], most: int, step: int, forced: Ids[int] = ()) -> list[int]:
-        """Proposes a draft of up to `most` tokens for the step of this number: that of which more are
-        expected to be right. What the head has guessed, it guessed when it was due.
+    def propose(self, tokens: Ids[int], most: int, forced: Ids[int] = ()) -> list[int]:
+        """Proposes a draft of up to `most` tokens: that of which more are expected to be right.
 
         forced: what a grammar leaves as the only text.
         """
-        likeliest, best, self.used = list[int](), 0.0, self.of_head
-        for record in (self.of_grammar, self.of_head, self.of_repeats):
-            if record is self.of_head:
-                draft = self.guesses[:most]
-            elif not record.is_due(step, self.asked):
-                continue
-            elif record is self.of_repeats:
-                draft = self.repeats.follow(tokens, most)
-            else:
-                draft = list(forced[:most])
-            expected = sum(record.chance ** (i + 1) for i in range(len(draft)))
+        repeated = self.repeats.follow(tokens, most)
+        name = REPEATS[self.repeats.length.bit_length() - 2] if repeated else REPEATS[0]
+        drafts = {GRAMMAR: list(forced[:most]), HEAD: self.guesses[:most], name: repeated}
+        self.proposed, self.n_before = {name: draft for name, draft in drafts.items() if draft}, len(tokens)
+        likeliest, best, self.used = list[int](), 0.0, HEAD
+        for name, draft in self.proposed.items():
+            expected = sum(self.chances(name, len(draft)))
             if expected > best:
-                likeliest, best, self.used = draft, expected, record
+                likeliest, best, self.used = draft, expected, name
         return likeliest
+
+    def chances(self, name: str, n: int) -> list[float]:
+        """Chances of each of a draft's n tokens to be right."""
+        chance = self.records[name].chance
+        return [chance ** (i + 1) for i in range(n)]
 
 
 @dataclass(slots=True, eq=False)
@@ -282,7 +277,12 @@ class Times:
         known.just[n_tokens] = weight + 1.0, (weight * mean + y) / (weight + 1.0), known.n_seen
 
     def seconds(self, n: int, most: int) -> list[float]:
-        """Seconds with 0 to `most` tokens. Empty: nothing is known of so many sequences."""
+        """Seconds with 0 to `most` tokens: of n sequences, or of the number nearest to it of which any are
+        known. Empty: nothing is known of half to twice as many.
+        """
+        if n not in self._known:
+            nearest = min(self._known, key=lambda other: max(n / other, other / n), default=4 * n)
+            n = nearest if max(n / nearest, nearest / n) <= 2 else n
         if (known := self._known.get(n)) is None:
             return []
         begin, each = self._line(known, n)
@@ -307,14 +307,31 @@ class Times:
         return max(0.0, y - slope * x), slope / n
 
 
+@dataclass(slots=True, eq=False)
+class _Wish:
+    """Tokens that may be drafted for one sequence."""
+
+    draw: Draw
+    chunk: Chunk
+    drafter: Drafter
+    draft: list[int]
+    n_guessable: int
+    """Tokens that the head may guess for the step behind."""
+    is_next: bool
+    """True if the draft is not for this step, but for the one behind it."""
+
+
 class Drafting:
     """Decides how long the drafts of a step are: as many rows as make its tokens cheapest."""
 
-    def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None, runs_ahead: bool = False) -> None:
+    def __init__(
+        self, max_drafts: int, has_head: bool, guides: Guides | None, runs_ahead: bool = False, block: int = 0
+    ) -> None:
         """max_drafts: tokens of a draft. has_head, runs_ahead: whether the runner has a draft head, and
-        whether it may run ahead.
+        whether it may run ahead. block: tokens that the head guesses at once; 0: it guesses one by one.
         """
         self.max_drafts, self.has_head, self.guides, self.runs_ahead = max_drafts, has_head, guides, runs_ahead
+        self.block = block
         self.steps, self.guesses = Times(OWN), Times(0.0)
         """Times of steps, by the rows of their drafts; and of the head, not in them, by its depth."""
         self.known = Drafter()
@@ -328,17 +345,45 @@ class Drafting:
         """
         self._is_ahead = self._is_late = False
         """True if this step ran ahead, as may the next one; true if it came too late for drafts."""
-        self._spent_s = self._plain_s = 0.0
-        """Seconds of the latest steps that did not run ahead; and those of their tokens if they had."""
-        self._n_tried, self._n_pauses, self._paused_until, self._n_right = 0, 0, 0, 0
+        self._tries: dict[int, tuple[int, int]] = {}
+        """The step in which the head is tried next, and how long it pauses behind that, where its guesses
+        are not worth it; by the number of sequences, in powers of two.
+        """
         self._seen: set[tuple[int, bool]] = set()
         """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
 
     @classmethod
     def of(cls, info: EngineInfo, guides: Guides | None) -> Drafting | None:
         """Makes that of an engine; None: it has no drafts."""
-        runs_ahead = info.n_lookahead > 0
-        return cls(info.max_drafts, info.has_draft_head, guides, runs_ahead) if info.max_drafts else None
+        if not info.max_drafts:
+            return None
+        return cls(info.max_drafts, info.has_draft_head, guides, info.n_lookahead > 0, info.draft_block)
+
+    def fit(self, run: Callable[[Step], StepResult], info: EngineInfo) -> None:
+        """Times decodes with drafts of `run`, a runner's that nobody uses yet, for FIT_S beyond the first, so
+        that it is known before the first request what rows and guesses cost. They write to the first pages
+        and state slots.
+        """
+        deadline = time.perf_counter() + FIT_S
+        for n in N_FITTED:
+            most = min(self.max_drafts, PAGE_SIZE // n)
+            for n_drafts in sorted({0, 1, most // 2, most}):
+                if n > min(info.max_num_seqs, info.n_pages):
+                    return
+                step = made_up_step(n, 0, 1, 0, info.vocab_size, n_drafts, n_drafts if self.has_head else 0)
+                for _ in range(2):  # the first may take longer: what it runs is put in place
+                    begin = time.perf_counter()
+                    result = run(step)
+                    seconds = time.perf_counter() - begin
+                    if begin + 2 * seconds > deadline:
+                        break
+                for chunk in step.chunks:
+                    chunk.sequence.finish_reason = "length"
+                if begin + 2 * seconds > deadline:
+                    return
+                self.steps.observe(n, n * n_drafts, seconds - result.guess_s)
+                if result.guess_s:
+                    self.guesses.observe(n, n_drafts, result.guess_s)
 
     def plan(self, step: Step) -> None:
         """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether
@@ -353,94 +398,90 @@ class Drafting:
         # Sequences of the next decode: those that compute again what is lost do not draw.
         n = len(step.draws) + sum(chunk.is_decode for chunk in step.chunks)
         n -= sum(step.chunks[draw.chunk].is_decode for draw in step.draws)
-        drafts: list[list[int]] = []
-        chances: list[tuple[float, int]] = []
-        asked: list[tuple[int, Record, int]] = []
-        at = self._n_steps + is_late
-        in_sight, is_quiet = False, at < self._paused_until or self._is_probe(n)
-        for draw in step.draws if not is_quiet else []:
-            chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            drafter = sequence.drafter = sequence.drafter or self.known.begun(at - 1)
-            # At the end of a page, too, what counts is the step behind this one, if it may run ahead.
-            is_next = is_late or (self.runs_ahead and n_drafted_at(len(sequence.tokens) - 1) <= 0)
-            start = len(sequence.tokens) - 1 + is_next
-            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_next
-            most = min(self.max_drafts, n_left, n_drafted_at(start))
-            deepest = min(self.max_drafts, n_left - 1, n_drafted_at(start + 1))
-            head, draft = drafter.of_head, list[int]()
-            if most > 0:
-                draft = self._propose(sequence, chunk, most, at, is_next)
-            else:
-                drafter.used = head
-            if draft and is_next and not is_late:
-                draft, in_sight = [], True
-            chances += drafter.used.chances(len(drafts), len(draft))
-            is_tried = head.n_misses and draft  # what comes of it is to be seen first
-            is_due = self.has_head and drafter.used is head and head.is_due(at, drafter.asked)
-            if is_due and not is_tried and deepest > 0:
-                asked.append((len(drafts), head, deepest))
-            drafts.append(draft)
-        if chances or asked:
-            in_sight |= self._share(step, n, drafts, chances, asked, is_late)
+        in_sight = False
+        if not self._is_probe(n):
+            wishes = [self._wish(step, draw, is_late) for draw in step.draws]
+            in_sight = self._share(n, wishes, is_late)
         for draw in step.draws:
-            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
+            chunk = step.chunks[draw.chunk]
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             draw.sequence.runs_ahead = self.runs_ahead and not in_sight
-            has_room = n_drafted_at(len(draw.sequence.tokens) - 1 + is_late) > 1  # for drafts and guesses
-            if drafter is not None and has_room and not (is_late and in_sight):
-                drafter.asked = at
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
     def _is_probe(self, n: int) -> bool:
         """Returns whether to measure what a step of n sequences takes that runs ahead."""
         return self.runs_ahead and self._n_steps - self._ahead_s.get(n, (0.0, -N_VALID))[1] >= N_VALID
 
-    def _share(
-        self,
-        step: Step,
-        n: int,
-        drafts: list[list[int]],
-        chances: list[tuple[float, int]],
-        asked: list[tuple[int, Record, int]],
-        is_late: bool,
-    ) -> bool:
+    def _wish(self, step: Step, draw: Draw, is_late: bool) -> _Wish:
+        """Finds what may be drafted for a sequence in this step, or behind it where that is late."""
+        chunk, sequence = step.chunks[draw.chunk], draw.sequence
+        drafter = sequence.drafter = sequence.drafter or self.known.begun()
+        drafter.learn(sequence.tokens, self.known)
+        # At the end of a page, too, what counts is the step behind this one, if it may run ahead.
+        is_next = is_late or (self.runs_ahead and n_drafted_at(len(sequence.tokens) - 1) <= 0)
+        start = len(sequence.tokens) - 1 + is_next
+        n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_next
+        most = min(self.max_drafts, n_left, n_drafted_at(start))
+        drafter.used, draft = HEAD, list[int]()
+        if most > 0:
+            draft = self._propose(sequence, chunk, most, is_next)
+        deepest = min(self.block or self.max_drafts, n_left - 1, n_drafted_at(start + 1))
+        return _Wish(draw, chunk, drafter, draft, deepest, is_next)
+
+    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, is_next: bool) -> list[int]:
+        """Proposes a draft, as far as the sequence's guide allows it. is_next: this step draws a token before
+        it: the first that the grammar leaves, if that drafts.
+        """
+        drafter, guide = sequence.drafter, sequence.guide
+        if not isinstance(guide, Guide) or self.guides is None:
+            free: list[int] = drafter.propose(sequence.tokens, most)
+            return free
+        forced = guide.forced(most + is_next)
+        draft = drafter.propose(sequence.tokens, most, forced[is_next:])
+        if forced:
+            drafter.proposed[GRAMMAR] = forced
+        if not draft:
+            return []
+        drawn = forced[:is_next] if drafter.used == GRAMMAR else []
+        allowed, chunk.rules = self.guides.ahead(guide, drawn + draft)
+        return allowed[len(drawn) :]
+
+    def _share(self, n: int, wishes: list[_Wish], is_late: bool) -> bool:
         """Gives the rows that are worth it to the drafts of a decode of n sequences, and asks for guesses;
         where it is late, nothing. Returns whether any rows or guesses are worth it.
         """
+        chances = [
+            (chance, i)
+            for i, wish in enumerate(wishes)
+            for chance in wish.drafter.chances(wish.drafter.used, len(wish.draft))
+        ]
+        next_try, pause = self._tries.get(n.bit_length(), (0, 1))
+        at = self._n_steps + is_late
+        may_ask = self.has_head and at >= next_try
+        asked = [(i, w) for i, w in enumerate(wishes) if may_ask and w.n_guessable > 0 and w.drafter.used == HEAD]
+        if not chances and not asked:
+            return False
         seconds = self._step_s(n)
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
-        missed = {step.draws[i].sequence.drafter.used for i, draft in enumerate(drafts) if draft and not n_taken[i]}
-        missed |= {head for i, head, _ in asked if not n_guesses[i]}
-        in_sight = bool(n_taken or n_guesses)
-        for record in missed if not (is_late and in_sight) else ():  # else they are asked for this step again
-            record.miss()
-        if not is_late:
-            for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
-                chunk = step.chunks[draw.chunk]
-                chunk.drafts = draft[: n_taken[i]]
+        is_try, tried = bool(asked) and not n_guesses, list[Record]()
+        if is_try or (n_guesses and at % FREE_TRIES == 0):  # one guess for all takes as long as one for some
+            tried = [wish.drafter.records[HEAD] for i, wish in asked if not n_guesses[i]]
+            n_guesses |= Counter(i for i, _ in asked)
+        if is_late:
+            return bool(n_taken or n_guesses)
+        for i, wish in enumerate(wishes):
+            chunk = wish.chunk
+            if not wish.is_next:
+                chunk.drafts = wish.draft[: n_taken[i]]
                 chunk.length += len(chunk.drafts)
-                draw.n_guesses = n_guesses[i] if n_drafted_at(chunk.start + 1) > 0 else 0
-        return in_sight
-
-    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool) -> list[int]:
-        """Proposes a draft for the step of this number, as far as the sequence's guide allows it. is_next:
-        this step draws a token before it: the first that the grammar leaves, if that drafts.
-        """
-        drafter, guide = sequence.drafter, sequence.guide
-        if not isinstance(guide, Guide) or self.guides is None:
-            free: list[int] = drafter.propose(sequence.tokens, most, step)
-            return free
-        forced = guide.forced(most + is_next)
-        draft = drafter.propose(sequence.tokens, most, step, forced[is_next:])
-        if not draft:
-            return []
-        drawn = forced[:is_next] if drafter.used is drafter.of_grammar else []
-        allowed, chunk.rules = self.guides.ahead(guide, drawn + draft)
-        if len(allowed) < len(drawn + draft):
-            drafter.used.n_seen += 1
-        return allowed[len(drawn) :]
+            wish.draw.n_guesses = n_guesses[i] if n_drafted_at(chunk.start + 1) > 0 else 0
+        if any(wish.draw.n_guesses for wish in wishes):
+            self._tries[n.bit_length()] = (at + pause, min(2 * pause, MAX_PAUSE)) if is_try else (0, max(1, pause // 2))
+            for record in [*tried, *([self.known.records[HEAD]] if is_try else [])]:
+                record.doubt()
+        return bool(n_taken or n_guesses)
 
     def _n_worth(self, chances: list[tuple[float, int]], seconds: list[float], n: int) -> tuple[float, int]:
         """Finds the most tokens a second, and with how many of the likeliest drafted ones.
@@ -454,40 +495,41 @@ class Drafting:
                 best, n_best = tokens / seconds[n_rows], n_rows
         return best, n_best
 
-    def _n_asked(self, asked: list[tuple[int, Record, int]], seconds: list[float], n: int) -> Counter[int]:
+    def _n_asked(self, asked: list[tuple[int, _Wish]], seconds: list[float], n: int) -> Counter[int]:
         """Counts the tokens that the head guesses for the next step, by sequence: so deep that they give the
         most tokens a second, of the step and the head, which takes as long for one sequence as for some.
-
-        asked: sequences, their records, and how many tokens they may have.
         """
-        deepest = max(most for _, _, most in asked)
-        guess_s = self.guesses.seconds(n, deepest) or [HEAD * seconds[0] * k for k in range(deepest + 1)]
-        each = [record.chances(i, most) for i, record, most in asked]
+        deepest = max(wish.n_guessable for _, wish in asked)
+        guess_s = self.guesses.seconds(n, deepest)
+        guess_s = guess_s or [HEAD_S * seconds[0] * (3 if self.block else k) for k in range(deepest + 1)]
+        each = [[(chance, i) for chance in wish.drafter.chances(HEAD, wish.n_guessable)] for i, wish in asked]
         best, likeliest = n / seconds[0], list[tuple[float, int]]()
         for k in range(1, deepest + 1):
             chances = sorted((chance for chances_of_one in each for chance in chances_of_one[:k]), reverse=True)
             tokens_s, n_rows = self._n_worth(chances, [s + guess_s[k] for s in seconds], n)
-            if tokens_s <= best:
+            if tokens_s > best:
+                best, likeliest = tokens_s, chances[:n_rows]
+            elif not self.block:
                 break  # deeper is not better, either
-            best, likeliest = tokens_s, chances[:n_rows]
         return Counter(i for _, i in likeliest)
 
     def _step_s(self, n: int) -> list[float]:
-        """Time of a step, by the number of rows that are drafts; in any unit where nothing is known."""
+        """Time of a step, by the number of rows that are drafts; in any unit where nothing is known. One
+        without any may run ahead.
+        """
         most = min(self.max_drafts * n, PAGE_SIZE)
-        plain_s = self._ahead_s.get(n, (1.0, 0))[0]
-        return self.steps.seconds(n, most) or [plain_s * (1.0 + i / (OWN * n)) for i in range(most + 1)]
+        plain_s = self._ahead_s.get(n, (0.0, 0))[0]
+        seconds = self.steps.seconds(n, most)
+        seconds = seconds or [(plain_s or 1.0) * (1.0 + i / (OWN * n)) for i in range(most + 1)]
+        return [min(plain_s or seconds[0], seconds[0]), *seconds[1:]]
 
-    def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """Takes what became of a sequence's draft."""
+    def count(self, n_drafted: int, n_accepted: int) -> None:
+        """Counts what became of a sequence's draft."""
         self.drafted.update(str(1 + i) for i in range(n_drafted))
         self.accepted.update(str(1 + i) for i in range(n_accepted))
-        self._n_right += n_accepted
-        sequence.drafter.observe(n_drafted, n_accepted, self.known)
 
     def observe(self, step: Step, seconds: float, guess_s: float) -> None:
         """Learns what a step took, if it was one of decodes, and what of that the head did."""
-        n_right, self._n_right = self._n_right, 0
         if not step.chunks[-1].is_decode:
             return
         n, deepest = len(step.chunks), max((draw.n_guesses for draw in step.draws), default=0)
@@ -507,25 +549,3 @@ class Drafting:
             self.steps.observe(n, n_rows, seconds - guess_s)
         if deepest:
             self.guesses.observe(n, deepest, guess_s)
-        if n in self._ahead_s:
-            self._weigh(seconds, self._ahead_s[n][0] * (1.0 + n_right / max(1, len(step.draws))))
-
-    def _weigh(self, spent_s: float, plain_s: float) -> None:
-        """Weighs what a step took that did not run ahead against what its tokens would have taken if it had.
-        All drafts pause where the latest steps were not worth it, each time twice as long.
-
-        What a step takes that runs ahead was seen in others, mostly long before: it follows what is shorter
-        at once, and what is longer, as contexts grow, slowly. So drafts that gain less than steps differ may
-        pause. Then steps run ahead, and what is known of them is put right.
-        """
-        spent_s = min(spent_s, MOST_LATE * plain_s)  # what held up those steps counts no more, either
-        self._spent_s, self._plain_s = KEPT_WORTH * self._spent_s + spent_s, KEPT_WORTH * self._plain_s + plain_s
-        self._n_tried += 1
-        if self._n_tried < N_TRIED:
-            return
-        if self._plain_s > self._spent_s:
-            self._n_pauses = 0
-            return
-        self._n_pauses = min(self._n_pauses + 1, N_PAUSES)
-        self._paused_until = self._n_steps + (MAX_PAUSE >> N_PAUSES - self._n_pauses)
-        self._spent_s, self._plain_s, self._n_tried = 0.0, 0.0, 0

@@ -301,12 +301,14 @@ class Engine:
         """Takes Outputs that need not wait for the step: a prompt begins to be computed."""
 
     def fit_cost(self) -> None:
-        """Times some steps, for the target of a step's time if there is one.
+        """Times some steps: for the target of a step's time if there is one, and with drafts.
 
         Only before the first request.
         """
         if self.scheduler.cost is not None:
             self.scheduler.cost.fit(self.runner.step, self.info)
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.fit(self.runner.step, self.info)
 
     def add(self, request: Request) -> None:
         """Queues a request.

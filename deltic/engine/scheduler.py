@@ -548,7 +548,7 @@ class Scheduler:
                 output.n_drafted = len(chunk.drafts)
                 output.n_accepted = n_taken - is_whole  # the last, if it was taken, was not in the draft
                 if self.drafting is not None:
-                    self.drafting.count(sequence, output.n_drafted, output.n_accepted)
+                    self.drafting.count(output.n_drafted, output.n_accepted)
                 outputs += output.one_by_one()
             else:
                 outputs.append(output)

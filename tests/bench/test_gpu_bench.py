@@ -121,7 +121,6 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     prompts, answers = ({"0": draw.choices(range(200), k=k)} for k in (4, 6))  # nothing repeats itself
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
     sure, never = drafts.accept_rows(runner, 1, [1.0, 0.0], prompts, answers, 1)
     for name in ("head", "free"):
         assert 1.0 == never[f"{name}_tokens_a_step"] < sure[f"{name}_tokens_a_step"]

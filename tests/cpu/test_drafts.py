@@ -69,7 +69,6 @@ def draft_always(monkeypatch: pytest.MonkeyPatch, propose: Any) -> None:
     monkeypatch.setattr(Drafter, "propose", propose)
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
 
 
 def spoil_token_7(runner: Runner) -> None:
@@ -93,9 +92,9 @@ def test_rejected_drafts_that_are_no_numbers_change_no_bit(kind: str, kv: str, m
     ]
     runner = build(kind, kv_cache_dtype=kv)
     spoil_token_7(runner)
-    draft_always(monkeypatch, lambda self, tokens, most, step, forced=(): [])
+    draft_always(monkeypatch, lambda self, tokens, most, forced=(): [])
     plain = Drawn(runner, given)
-    draft_always(monkeypatch, lambda self, tokens, most, step, forced=(): [9, 7, 9][: min(most, len(tokens) % 4)])
+    draft_always(monkeypatch, lambda self, tokens, most, forced=(): [9, 7, 9][: min(most, len(tokens) % 4)])
     found = Drawn(runner, given)
     assert found.stats.n_drafted > 100 and plain.stats.n_drafted == 0
     assert found.answers == plain.answers
@@ -137,7 +136,7 @@ def test_logits_that_are_not_finite_harm_their_sequence_only(monkeypatch: pytest
     def said(outputs: list[Any]) -> tuple[list[int], list[Any]]:
         return [id for o in outputs for id in o.token_ids], [entry for o in outputs for entry in o.logprobs or []]
 
-    def propose(self: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
+    def propose(self: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         return [7 if 7 in tokens else int(tokens[-1])] * min(most, 3)
 
     draft_always(monkeypatch, propose)

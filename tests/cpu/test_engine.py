@@ -554,13 +554,15 @@ def test_plan_takes_fewer_sequences_by_default() -> None:
 
 def test_fitting_the_cost_of_a_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its made-up sequences use the first batch slots, state slots and pages; whoever comes next draws what it draws without them."""
-    for name in ("FIT_S", "SLOW_S"):  # on a busy machine, too
-        monkeypatch.setattr(f"deltic.engine.cost.{name}", 30.0)
+    for name in ("cost.FIT_S", "cost.SLOW_S", "drafts.FIT_S"):  # on a busy machine, too
+        monkeypatch.setattr(f"deltic.engine.{name}", 30.0)
     answers = []
     for fits in (False, True):
-        engine = Engine(build(model=str(tiny_checkpoint("dense"))), 250.0)
+        engine = Engine(build(model=str(tiny_checkpoint("dense")), max_drafts=4), 250.0)
         if fits:
             engine.fit_cost()
+            drafting = engine.scheduler.drafting
+            assert drafting is not None and drafting.steps.seconds(1, 4) and not drafting.steps.seconds(3, 4)
             cost = engine.scheduler.cost
             assert cost is not None and [x for x, _ in cost.curve] == [0, 64, 128]  # of 256 less a decode
             assert cost.room(StepLoad(1), 0, 255) == 255

@@ -317,7 +317,7 @@ def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {len(ids): [entry[0] for entry in expected[f"{name}/0"]] for name, ids, _ in asked}
     inner, n_drafted = loaded("dense", max_drafts=2), 0
 
-    def propose(self: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
+    def propose(self: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         nonlocal n_drafted
         n_prompt = max(n for n in known if n <= len(tokens))
         draft = [*known[n_prompt][len(tokens) - n_prompt :][:1], 7][:most]
@@ -327,7 +327,6 @@ def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drafter, "propose", propose)
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
     assert run(inner, *asked, n_tokens=n) == expected
     assert n_drafted > 1
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from deltic.engine.drafts import (
+    GRAMMAR,
+    HEAD,
+    KEPT,
     LEAST,
-    MAX_FIRST_PAUSE,
     MAX_PAUSE,
     N_AT_ONCE,
     N_INDEXED,
     N_VALID,
     OWN,
+    REPEATS,
     Drafter,
     Drafting,
     Record,
@@ -87,77 +92,77 @@ def test_a_record_follows_what_became_of_drafts() -> None:
     record = Record()
     assert record.chance == 0.75
     for _ in range(40):
-        record.observe(4, 4)
-    assert record.chance > 0.99
+        record.observe(4, False)
+    assert record.chance > 0.98
     for _ in range(4):
-        record.observe(4, 0)  # a line of bad luck is no reason to pause
-    assert 0.85 < record.chance < 0.95 and record.n_misses == 0
-    for _ in range(60):
-        record.observe(1, 0)
+        record.observe(0, True)
+    assert 0.85 < record.chance < 0.95
+    for _ in range(130):
+        record.observe(0, True)
     assert record.chance < 0.1
+    for _ in range(8):
+        record.doubt()  # what was seen before a pause counts less: one that is right then counts much
+    record.observe(1, False)
+    assert record.chance > 0.3
+    record = Record(1.0, 2.0)
+    record.doubt()
+    assert record == record and (record.n_right, record.n_seen) == (1.0, 2.0), "no less than of a new sequence"
 
 
-def due(record: Record, n: int = 2 * MAX_PAUSE) -> list[int]:
-    """The steps from 1 on in which it proposes."""
-    return [step for step in range(1, n + 1) if record.is_due(step, step - 1)]
-
-
-def test_a_draft_that_is_not_worth_its_rows_is_tried_again_less_and_less_often() -> None:
-    record = Record(1.0, 10.0)
-    assert due(record, 4) == [1, 2, 3, 4]
-    record.miss()
-    assert due(record, 8) == [2, 4, 6, 8] and record.chance == 0.5  # a try
-    record.miss()
-    assert due(record, 8) == [4, 8]
-    for _ in range(20):
-        record.miss()
-    assert due(record) == [MAX_PAUSE, 2 * MAX_PAUSE]
-    record.observe(1, 1)
-    assert record.n_misses == 0 and record.chance < 0.25
-    record.miss()
-    record.observe(1, 0)  # the try was in vain
-    assert due(record, 8) == [4, 8]
+def drafter(head: Record | None = None, repeats: Record | None = None, guesses: list[int] | None = None) -> Drafter:
+    """With these records, where they are given."""
+    made = Drafter(guesses=guesses or [])
+    made.records |= {name: record for name, record in ((HEAD, head), (REPEATS[0], repeats)) if record is not None}
+    return made
 
 
 def test_the_better_proposer_is_taken() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
-    drafter = Drafter(guesses=[7, 8, 9, 10])
-    assert drafter.propose(tokens, 8, 1) == [7, 8, 9, 10] and drafter.used is drafter.of_head  # the longer one
-    assert drafter.propose([1, 2], 0, 1) == [] and drafter.used is drafter.of_head
-    drafter.guesses = [7, 8]
-    assert drafter.propose(tokens, 8, 1) == [4, 5, 6] and drafter.used is drafter.of_repeats
+    one = drafter(guesses=[7, 8, 9, 10])
+    assert one.propose(tokens, 8) == [7, 8, 9, 10] and one.used == HEAD  # the longer one
+    assert one.propose([1, 2], 0) == [] and one.used == HEAD
+    one.guesses = [7, 8]
+    assert one.propose(tokens, 8) == [4, 5, 6] and one.used == REPEATS[0]
     for _ in range(3):
-        drafter.of_repeats.observe(3, 1)
-    assert drafter.propose(tokens, 8, 1) == [7, 8]
-    assert drafter.propose(tokens, 1, 1) == [7]
-    drafter.guesses = []
-    for _ in range(2):
-        drafter.of_repeats.miss()
-    for step in (1, 2, 3):
-        assert drafter.propose(tokens, 8, step) == [] and drafter.used is drafter.of_head
-    assert drafter.propose(tokens, 8, 4) == [4, 5, 6]
-    assert drafter.propose(tokens, 8, 3, forced=[1, 1]) == [1, 1] and drafter.used is drafter.of_grammar
+        one.records[REPEATS[0]].observe(1, True)
+    assert one.propose(tokens, 8) == [7, 8] and one.used == HEAD
+    assert one.propose(tokens, 1) == [7]
+    assert one.propose(tokens, 8, [1, 1]) == [1, 1] and one.used == GRAMMAR
+
+
+def test_what_was_proposed_counts_whether_it_ran_or_not() -> None:
+    """So text that repeats is never tried, and is there as soon as it is the better guess."""
+    tokens, known = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3], Drafter()
+    one = drafter(guesses=[7, 8])
+    one.propose(tokens, 8)
+    one.learn(tokens, known)  # nothing came
+    assert one.records[REPEATS[0]].chance == one.records[HEAD].chance == 0.75 and not one.proposed
+    one.propose(tokens, 8)
+    one.learn([*tokens, 4], known)
+    assert one.records[REPEATS[0]].n_seen == pytest.approx(KEPT * 2 + 1) and one.records[REPEATS[0]].chance > 0.8
+    assert one.records[HEAD].chance < 0.5 and known.records[HEAD].chance == one.records[HEAD].chance
+    before = one.records[REPEATS[0]].chance
+    one.learn([*tokens, 4, 5], known)
+    assert one.records[REPEATS[0]].chance == before, "it counts once"
+    one.propose(tokens, 8)
+    one.learn([*tokens, 4, 5, 7, 6], known)
+    assert one.records[REPEATS[0]].n_seen == pytest.approx(KEPT**3 * (KEPT * 2 + 1) + 3)
 
 
 def test_a_sequence_begins_with_what_is_known_of_others() -> None:
     known = Drafter()
-    one = known.begun(0)
-    for _ in range(30):
-        one.propose([1, 2], 4, 1)  # nothing: the head's turn
-        one.observe(4, 0, known)
-    assert one.of_repeats.chance == known.of_repeats.chance == 0.75
-    one.of_head.miss()
-    another = known.begun(0)
-    assert another.of_head.chance == known.of_head.chance < 0.1 and another.of_head.is_due(1, 0)
-    for n_misses in range(1, 9):  # tries in vain: those of other sequences begin later
-        one.propose([1, 2], 4, 1)
-        one.observe(1, 0, known)
-        first = min(MAX_FIRST_PAUSE, 2 ** (1 + n_misses))
-        assert due(known.begun(0).of_head, 64) == list(range(first, 65, first)) and known.begun(0).of_head.chance == 0.5
-    another.propose([1, 2], 4, 1)
-    another.observe(4, 4, known)
-    assert another.of_head.chance > 0.6, "what is its own counts more"
-    assert known.begun(0).of_head.is_due(1, 0)
+    one = known.begun()
+    for _ in range(130):
+        one.guesses = [8]
+        one.propose([1, 2], 4)
+        one.learn([1, 2, 9], known)
+    assert one.records[REPEATS[0]].chance == known.records[REPEATS[0]].chance == 0.75
+    another = known.begun()
+    assert another.records[HEAD].chance == known.records[HEAD].chance < 0.1
+    another.guesses = [8, 9, 10, 11]
+    another.propose([1, 2], 4)
+    another.learn([1, 2, 8, 9, 10, 11], known)
+    assert another.records[HEAD].chance > 0.6, "what is its own counts more"
 
 
 def test_times_are_those_of_as_many_tokens_or_on_a_line_through_all() -> None:
@@ -189,7 +194,8 @@ def test_times_of_guesses_are_nothing_without_any() -> None:
     times = Times(0.0)
     times.observe(3, 2, 2.0)
     assert times.seconds(3, 4) == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert times.seconds(4, 4) == []
+    assert times.seconds(4, 4) == times.seconds(3, 4), "of those that differ least"
+    assert times.seconds(7, 4) == []
 
 
 def decode(sequence: Sequence, i: int) -> tuple[Chunk, Draw]:
@@ -212,9 +218,8 @@ def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_h
     step = engine.scheduler.plan()
     assert step is not None and not any(chunk.drafts for chunk in step.chunks)
     for chunk, record, guesses in zip(step.chunks, (good, bad), ([30, 31, 32, 33, 34], [40, 41, 42, 43]), strict=True):
-        chunk.sequence.drafter = Drafter(guesses=guesses, of_head=record)
+        chunk.sequence.drafter = drafter(record, guesses=guesses)
     drafting = Drafting(8, has_head=has_head, guides=None)
-    drafting._n_steps = 3  # those that were missed once or twice are tried in this step
     for n in range(17):
         drafting.steps.observe(2, n, 1.0 + row_s * n)
         drafting.guesses.observe(2, 1 + n, guess_s * (1 + n))
@@ -226,94 +231,166 @@ def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_h
 @pytest.mark.parametrize(("row_s", "n_taken"), [(0.0, [5, 4]), (0.1, [5, 1]), (0.3, [3, 0]), (0.7, [0, 0])])
 def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]) -> None:
     """Of a sequence whose drafts were right, more than of one whose were wrong."""
-    good, bad = Record(9.0, 10.0), Record(5.0, 10.0)
-    step = planned(good, bad, row_s)
+    step = planned(Record(9.0, 10.0), Record(5.0, 10.0), row_s)
     assert [len(chunk.drafts) for chunk in step.chunks] == n_taken
-    assert bad.n_misses >= (n_taken[1] == 0)  # not worth a row: soon it pauses
 
 
-def test_a_miss_counts_once() -> None:
-    """Where a step runs ahead, the next is drafted for before it, and, if a draft is in sight, when it is planned."""
-    drafting = Drafting(8, has_head=True, guides=None, runs_ahead=True)
-    good, bad = sequences = decoding(2)
-    good.drafter, bad.drafter = Drafter(of_head=Record(9.0, 10.0)), Drafter(of_head=Record(0.1, 10.0))
-    drafting._ahead_s[2] = 1.0, 0
-    for n in range(17):
-        drafting.steps.observe(2, n, 1.0 + 0.1 * n)
-        drafting.guesses.observe(2, 1 + n, 0.1 * (1 + n))
-    drafting._n_steps = 6
-    good.runs_ahead = bad.runs_ahead = True
-    for n_misses in (0, 1):
-        chunks, draws = zip(*(decode(one, i) for i, one in enumerate(sequences)), strict=True)
-        drafting.plan(step := Step([*chunks], [*draws]))
-        assert not step.runs_ahead and bad.drafter.of_head.n_misses == n_misses
-    assert draws[0].n_guesses > 0 == draws[1].n_guesses
+def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
+    """Where none is, all sequences have one as a try."""
+
+    def asked(chance: float, row_s: float, guess_s: float) -> list[int]:
+        return [draw.n_guesses for draw in planned(Record(10 * chance, 10.0), Record(10 * chance, 10.0), row_s, guess_s).draws]
+
+    assert asked(0.9, 0.02, 0.02) == [8, 8]
+    assert asked(0.9, 0.1, 0.1) == [5, 5]
+    assert asked(0.5, 0.02, 0.02) == [3, 3]
+    assert asked(0.9, 0.02, 1.0) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [1, 1]
+    step = planned(Record(9.0, 10.0), Record(0.1, 10.0), 0.1, 0.1)
+    assert step.draws[0].n_guesses > 0 == step.draws[1].n_guesses
+    step = planned(Record(9.0, 10.0), Record(9.0, 10.0), 0.02, has_head=False)
+    assert [draw.n_guesses for draw in step.draws] == [0, 0]
+
+
+@dataclass
+class Played:
+    """Steps of sequences whose head is right where `is_right` says so, in which a draft is worth its row where more than
+    a third are. Text is counted upwards, so nothing repeats itself.
+    """
+
+    drafting: Drafting
+    sequences: list[Sequence]
+    is_right: Callable[[Sequence, int], bool]
+    tries: dict[int, set[int]] = field(default_factory=dict)
+    """Sequences for which the head guessed, by the number of the step."""
+
+    def step(self, draws: Callable[[int], bool] = lambda i: True, beside: Chunk | None = None) -> Step:
+        drawing = [one for i, one in enumerate(self.sequences) if draws(i)]
+        chunks, found = map(list, zip(*(decode(one, i) for i, one in enumerate(drawing)), strict=True))
+        step = Step([*chunks, beside] if beside else chunks, found)
+        self.drafting.plan(step)
+        n = self.drafting._n_steps
+        for draw in step.draws:
+            follow_draft(step, draw, lambda id, one=draw.sequence: id if self.is_right(one, n) else 7)  # type: ignore[misc]
+            if draw.n_guesses:
+                self.tries.setdefault(n, set()).add(draw.sequence.index)
+        return step
+
+
+def played(n: int, is_right: Callable[[Sequence, int], bool], runs_ahead: bool = False) -> Played:
+    drafting = Drafting(8, has_head=True, guides=None, runs_ahead=runs_ahead)
+    drafting._ahead_s = {i: (1.0, 1 << 30) for i in range(1, n + 1)}
+    for i in range(1, n + 1):
+        for rows in range(9 * i):
+            drafting.steps.observe(i, rows, 1.0 + 0.3 * rows / i)
+            drafting.guesses.observe(i, 1 + rows, 0.02 * (1 + rows))
+    sequences = decoding(n)
+    for i, one in enumerate(sequences):
+        one.tokens = array("i", [100_000 * (1 + i), 100_000 * (1 + i) + 1])
+    return Played(drafting, sequences, is_right)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_head_that_is_wrong_is_tried_by_all_at_once_and_ever_less(runs_ahead: bool) -> None:
+    game = played(3, lambda one, n: False, runs_ahead)
+    for _ in range(3000):
+        game.step()
+    assert len(game.tries) < 14 + 3000 / MAX_PAUSE, "tries are rare"
+    assert [*game.tries][-1] > 3000 - 2 * MAX_PAUSE, "and do not end"
+    assert all(len(which) >= 2 for which in game.tries.values()), "all but who is at the end of a page"
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_head_that_becomes_right_is_used_again(runs_ahead: bool) -> None:
+    game = played(1, lambda one, n: n > 1500, runs_ahead)
+    steps = [game.step() for _ in range(1500 + 4 * MAX_PAUSE)]
+    assert sum(len(step.chunks[0].drafts) for step in steps[1000:1500]) < 5
+    assert sum(len(step.chunks[0].drafts) > 1 for step in steps[-200:]) > 150
+    game.is_right = lambda one, n: False
+    wrong = [game.step() for _ in range(400)]
+    assert sum(len(step.chunks[0].drafts) > 0 for step in wrong) < 80, "it is given up again"
+
+
+def test_who_has_a_bad_head_beside_a_good_one_finds_out_when_that_ends() -> None:
+    """A guess for all takes as long as one for some, so it is tried while others use the head."""
+    game = played(2, lambda one, n: one.index == 0 or n > 400)
+    steps = [game.step() for _ in range(600)]
+    assert sum(len(step.chunks[1].drafts) for step in steps[200:400]) < 20
+    assert sum(len(step.chunks[1].drafts) > 1 for step in steps[-100:]) > 75
+
+
+def test_repeats_are_used_beside_a_head_as_soon_as_they_are_better() -> None:
+    """They were wrong for long, and the head was used meanwhile: what they propose counts also where it does not run."""
+    rng, one = random.Random(1), drafter()
+    known, text = Drafter(), [rng.randrange(1000) for _ in range(200)]
+    tokens, used = [*text], list[bool]()
+    for i in range(260):
+        right = rng.randrange(1000) if i < 60 else text[(i - 60) % 200]
+        if i < 60:  # a run of the text, and then something else
+            at = rng.randrange(190)
+            tokens += text[at : at + 3]
+        one.learn(tokens, known)
+        one.guesses = [right if rng.random() < 0.7 else 1001, 1002]
+        one.propose(tokens, 2)
+        used.append(one.used in REPEATS)
+        tokens.append(right)
+    assert sum(used[30:60]) <= 3 and sum(used[120:]) > 100
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_who_sits_out_the_steps_of_tries_tries_later(runs_ahead: bool) -> None:
     """A sequence may draw in every other step, as its masks are late; or each other step may have a prefill."""
     for sits_out in (True, False):
-        drafting = Drafting(8, has_head=True, guides=None, runs_ahead=runs_ahead)
-        drafting._ahead_s = dict.fromkeys((1, 2), (1.0, 0))
-        one, other, new = decoding(3)
-        one.drafter = Drafter(of_head=Record(1.0, 10.0, n_misses=3))
-        n_tries = 0
-        for i in range(1, 200):
-            chunks, draws = map(list, zip(*(decode(s, i) for i, s in enumerate((one, other))), strict=True))
-            if i % 2 == 0 and sits_out:
-                chunks, draws = map(list, zip(decode(other, 0), strict=True))
-            elif i % 2 == 0:
-                chunks.append(Chunk(new, 0, 1))
-            drafting.plan(Step(chunks, draws))
-            n_tries += sum(draw.n_guesses for draw in draws if draw.sequence is one)
-            for s in {draw.sequence for draw in draws}:
-                s.tokens.append(1000 + len(s.tokens))
-        assert n_tries >= 15, f"{n_tries} tries in 200 steps"
+        game, (new,) = played(2, lambda one, n: False, runs_ahead), decoding()
+        for i in range(1, 2000):
+            is_odd = i % 2 == 0
+            game.step(
+                (lambda j: j != 0) if is_odd and sits_out else (lambda j: True),
+                Chunk(new, 0, 1) if is_odd and not sits_out else None,
+            )
+        n_tries = sum(0 in which for which in game.tries.values())
+        assert n_tries >= 5, f"{n_tries} tries in 2000 steps"
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("has_head", [False, True])
-def test_no_try_is_lost_at_the_end_of_a_page(has_head: bool, runs_ahead: bool) -> None:
+def test_no_try_is_lost_at_the_end_of_a_page(runs_ahead: bool) -> None:
     """Those of a long pause are so many steps apart as a page has tokens, or twice as many."""
     for start in range(PAGE_SIZE):
-        drafting = Drafting(8, has_head, guides=None, runs_ahead=runs_ahead)
-        drafting._ahead_s[1] = 1.0, 0
-        (one,) = decoding()
-        one.tokens.extend([8] * (PAGE_SIZE + start - 1 - len(one.tokens)))
-        one.drafter = Drafter(of_repeats=Record(1.0, 10.0, n_misses=6), of_head=Record(1.0, 10.0, n_misses=6))
-        n_tries = 0
-        for _ in range(3 * PAGE_SIZE):
-            chunk, draw = decode(one, 0)
-            drafting.plan(Step([chunk], [draw]))
-            n_tries += draw.n_guesses > 0 if has_head else len(chunk.drafts) > 0
-            one.tokens.append(1000 + len(one.tokens) if has_head else 8)
-        assert 2 <= n_tries <= 6, f"{n_tries} tries from {start} on"
+        game = played(1, lambda one, n: False, runs_ahead)
+        (one,) = game.sequences
+        one.tokens.extend(range(one.tokens[-1] + 1, one.tokens[-1] + PAGE_SIZE + start - 1))
+        one.drafter = drafter(Record(0.1, 10.0))
+        game.drafting._tries[1] = PAGE_SIZE, PAGE_SIZE
+        for _ in range(4 * PAGE_SIZE):
+            game.step()
+        assert 2 <= len(game.tries) <= 3, f"{len(game.tries)} tries from {start} on"
 
 
-def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
-    def asked(chance: float, row_s: float, guess_s: float) -> list[int]:
-        records = [Record(10 * chance, 10.0) for _ in range(2)]
-        step = planned(*records, row_s, guess_s)
-        assert all(
-            (record.n_misses > 0) == (draw.n_guesses == 0) for record, draw in zip(records, step.draws, strict=True)
-        )
-        return [draw.n_guesses for draw in step.draws]
+def test_a_block_is_guessed_at_once() -> None:
+    """Its first token costs what all do, so it is seen as deep as it goes, and no deeper."""
+    drafting = Drafting(8, has_head=True, guides=None, block=5)
+    (one,) = decoding()
+    one.drafter = drafter(Record(9.0, 10.0))
+    for n in range(9):
+        drafting.steps.observe(1, n, 1.0 + 0.05 * n)
+    for n in range(1, 6):
+        drafting.guesses.observe(1, n, 0.9)
+    chunk, draw = decode(one, 0)
+    drafting.plan(Step([chunk], [draw]))
+    assert draw.n_guesses == 5, "one alone would not be worth it"
 
-    assert asked(0.9, 0.02, 0.02) == [8, 8]
-    assert asked(0.9, 0.1, 0.1) == [5, 5]
-    assert asked(0.5, 0.02, 0.02) == [3, 3]
-    assert asked(0.9, 0.02, 1.0) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [0, 0]
-    wrong = Record(0.1, 10.0)
-    step = planned(Record(9.0, 10.0), wrong, 0.5, 0.5)  # neither its guesses in hand nor more of them
-    assert step.draws[1].n_guesses == len(step.chunks[1].drafts) == 0 and wrong.n_misses == 1, "missed once"
-    tried = Record(1.0, 10.0, n_misses=2)
-    step = planned(Record(9.0, 10.0), tried, 0.02, 0.02)
-    assert [draw.n_guesses for draw in step.draws] == [8, 0] and step.chunks[1].drafts, (
-        "first it is seen what comes of it"
-    )
-    step = planned(Record(9.0, 10.0), Record(9.0, 10.0), 0.02, has_head=False)
-    assert [draw.n_guesses for draw in step.draws] == [0, 0]
+
+def follow_draft(step: Step, draw: Draw, guess: Callable[[int], int]) -> int:
+    """Draws the next ids, each one more than that before it, as many as the draft has right. Returns how many those
+    are. guess: what the head guesses of an id.
+    """
+    one, drafts, n_right = draw.sequence, step.chunks[draw.chunk].drafts, 0
+    next_id = one.tokens[-1] + 1
+    while n_right < len(drafts) and drafts[n_right] == next_id + n_right:
+        n_right += 1
+    one.tokens.extend(range(next_id, next_id + n_right + 1))
+    if one.drafter is not None:
+        one.drafter.guesses = [guess(one.tokens[-1] + 1 + i) for i in range(draw.n_guesses)]
+    return n_right
 
 
 COSTS = {
@@ -339,7 +416,9 @@ def gained(cost: str, chance: float, n: int, held_up: float = 0.0) -> float:
     spent, n_drawn = 0.0, 0
     for answer in range(3):
         request = Request(id=str(answer), prompt_ids=[1], params=SamplingParams(max_tokens=10_000))
-        sequences = [Sequence(request, i, 0, array("i", [5, 6]), 1, n_computed=1) for i in range(n)]
+        sequences = [
+            Sequence(request, i, 0, array("i", [10_000 * i, 10_000 * i + 1]), 1, n_computed=1) for i in range(n)
+        ]
         for _ in range(150):
             step = Step(
                 [Chunk(one, len(one.tokens) - 1, 1) for one in sequences],
@@ -347,16 +426,8 @@ def gained(cost: str, chance: float, n: int, held_up: float = 0.0) -> float:
             )
             ran_ahead = sequences[0].runs_ahead
             drafting.plan(step)
-            for draw, chunk in zip(step.draws, step.chunks, strict=True):
-                n_right = 0
-                while n_right < len(chunk.drafts) and rng.random() < chance:
-                    n_right += 1
-                if chunk.drafts:
-                    drafting.count(draw.sequence, len(chunk.drafts), n_right)
-                draw.sequence.tokens.extend(rng.choices(range(9999), k=1 + n_right))
-                if draw.sequence.drafter is not None:
-                    draw.sequence.drafter.guesses = [0] * draw.n_guesses
-                n_drawn += 1 + n_right
+            for draw in step.draws:
+                n_drawn += 1 + follow_draft(step, draw, lambda id: id if rng.random() < chance else 7)
             guess_ms = guess_cost * max(draw.n_guesses for draw in step.draws)
             took = (step_ms(cost, step.n_tokens) - saved * ran_ahead) * rng.lognormvariate(0, 0.03) + guess_ms
             drafting.observe(step, took / 1000 * (10 if others.random() < held_up else 1), guess_ms / 1000)
@@ -382,7 +453,7 @@ def test_the_depth_is_nearly_the_best(cost: str, chance: float, n: int) -> None:
 @pytest.mark.parametrize(("chance", "n"), [(0.8, 1), (0.9, 1), (0.8, 4), (0.9, 4)])
 def test_what_holds_up_some_steps_does_not_stop_drafts(chance: float, n: int) -> None:
     """Steps that run ahead are held up as often."""
-    assert gained("gpu", chance, n, held_up=0.1) > 0.9 * gained("gpu", chance, n)
+    assert gained("gpu", chance, n, held_up=0.1) > 0.85 * gained("gpu", chance, n)
 
 
 def test_where_a_draft_may_come_nothing_runs_ahead() -> None:
@@ -398,27 +469,22 @@ def test_where_a_draft_may_come_nothing_runs_ahead() -> None:
         (chunk,), (draw,) = step.chunks, step.draws
         assert not (ran_ahead and (chunk.drafts or draw.n_guesses)), "what ran ahead has no draft"
         assert not (step.runs_ahead and (chunk.drafts or draw.n_guesses)), "and runs behind none"
-        if chunk.drafts:
-            drafting.count(one, len(chunk.drafts), n_right := min(len(chunk.drafts), right))
-            one.tokens.extend(range(n_right))
-        one.tokens.append(len(one.tokens) + 1000)
-        if draw.n_guesses:
-            one.drafter.guesses = [7] * draw.n_guesses
+        follow_draft(step, draw, lambda id: id if is_right else 7)
         drafting.observe(step, seconds + 0.01 * len(chunk.drafts) + 0.02 * draw.n_guesses, 0.02 * draw.n_guesses)
         return step
 
-    right = 8
+    is_right = True
     probes = [stepped() for _ in range(3)]  # what a step takes that runs ahead is seen first
     assert all(step.runs_ahead for step in probes)
     assert not stepped().runs_ahead and stepped().draws[0].n_guesses > 0
     steps = [stepped(1.3) for _ in range(40)]
     assert sum(len(step.chunks[0].drafts) > 2 for step in steps) > 32, "but for ends of pages"
-    right = 0
+    is_right = False
     steps = [stepped(1.3 if not one.runs_ahead else 1.0) for _ in range(1200)]
     assert sum(not step.runs_ahead for step in steps[600:]) < 15, "a try takes three steps"
-    right = 8
-    steps = [stepped(1.3 if not one.runs_ahead else 1.0) for _ in range(600)]
-    assert sum(not step.runs_ahead for step in steps[300:]) > 290, "but for what a plain step takes now"
+    is_right = True
+    steps = [stepped(1.3 if not one.runs_ahead else 1.0) for _ in range(300 + 2 * MAX_PAUSE)]
+    assert sum(not step.runs_ahead for step in steps[-300:]) > 285, "but for what a plain step takes now"
     steps = [stepped(9.0 if not one.runs_ahead else 0.5) for _ in range(N_VALID + 100)]
     assert sum(step.runs_ahead for step in steps[-100:]) > 80, "plain steps are cheaper now"
 
@@ -435,7 +501,7 @@ def test_who_computes_again_what_was_lost_stops_no_drafts() -> None:
         ran_ahead = one.runs_ahead
         drafting.plan(step)
         if chunk.drafts:
-            drafting.count(one, len(chunk.drafts), len(chunk.drafts))
+            drafting.count(len(chunk.drafts), len(chunk.drafts))
             one.tokens.extend(chunk.drafts)
         one.tokens.append(len(one.tokens) + 1000)
         one.drafter = one.drafter or Drafter()
@@ -459,7 +525,7 @@ def test_one_slow_step_does_not_make_drafts_look_good() -> None:
         drafting.plan(step)
         if chunk.drafts:
             n_draws += 1
-            drafting.count(one, 1, n_draws % 2)
+            drafting.count(1, n_draws % 2)
             one.tokens.extend([8] * (n_draws % 2))
         one.tokens.append(8)
         drafting.observe(step, (1.0 if i > 1 else 50.0) if ran_ahead else 2.0, 0.0)
@@ -498,9 +564,9 @@ def test_what_would_pass_the_end_of_a_page_is_not_proposed(
         if i and not chunk.drafts:
             plain.add(at)
         if chunk.drafts:
-            drafting.count(one, len(chunk.drafts), len(chunk.drafts))
+            drafting.count(len(chunk.drafts), len(chunk.drafts))
         one.tokens.extend(range(len(one.tokens) + 1000, len(one.tokens) + 1001 + len(chunk.drafts)))
-        one.drafter.guesses = [7] * draw.n_guesses
+        one.drafter.guesses = [len(one.tokens) + 1000 + i for i in range(draw.n_guesses)]
     assert plain <= {PAGE_SIZE - 2, PAGE_SIZE - 1}
 
 
@@ -541,7 +607,6 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     # By no clock: now and then all run ahead.
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: self.runs_ahead and rng.random() < 0.3)
-    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
@@ -558,7 +623,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         for index in range(params.n):
             truth[str(i), index] = expected_tokens(prompt, params, mixed_seed(i, index))
 
-    def propose(_: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
+    def propose(_: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
         sequence = next(s for s in engine.scheduler.sequences() if s.tokens is tokens)
         known = truth.get((sequence.request.id, sequence.index), [])
         draft = known[sequence.n_generated :][: min(most, rng.randrange(40))]
@@ -596,9 +661,7 @@ def test_behind_a_window_too_a_page_comes_one_token_early(monkeypatch: pytest.Mo
     truth = expected_tokens([20, 21, 22], params)
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-    monkeypatch.setattr(
-        Drafter, "propose", lambda _, tokens, most, step, forced=(): truth[len(tokens) - 3 :][: min(most, 4)]
-    )
+    monkeypatch.setattr(Drafter, "propose", lambda _, tokens, most, forced=(): truth[len(tokens) - 3 :][: min(most, 4)])
     engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8, gpu=True, n_lookahead=1))
     engine.add(Request(id="a", prompt_ids=[20, 21, 22], params=params))
     engine.step()
@@ -622,7 +685,7 @@ def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -
         truth = expected_tokens([20, 21], SamplingParams(max_tokens=100, seed=1, ignore_eos=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                Drafter, "propose", lambda _, tokens, most, step, truth=truth: truth[len(tokens) - 2 :][: min(most, 4)]
+                Drafter, "propose", lambda _, tokens, most, truth=truth: truth[len(tokens) - 2 :][: min(most, 4)]
             )
             for output in engine.step():
                 n_tokens[output.id] += len(output.token_ids)
