@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
-from bench.gpu import ablate, contexts, drafts, experts, host, lora
+from bench.gpu import ablate, contexts, drafts, experts, fill, host, lora
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
@@ -30,6 +30,7 @@ from deltic.models.vision.weights import dummy_vision
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import AdapterRoom
+from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.gpu.test_gpu_drafts import build
 from tests.gpu.test_gpu_lora import runner as adapted_runner
@@ -48,6 +49,20 @@ def test_a_prompt_that_comes_again_is_computed_again(monkeypatch: pytest.MonkeyP
         gpu.decode(engine, 1, 70, 1)
     stats = engine.stats()
     assert stats.n_prompt_tokens == 2 * 70 and stats.cache.n_lookups == 0
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
+def test_what_a_plan_promises_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "need_gpu", lambda *_: None)
+    monkeypatch.setattr(fill, "gpu_device", lambda config: Gpu())
+    monkeypatch.setattr(fill, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(fill, "N_GENERATED", 3)
+    sizes = {"max_model_len": 128, "max_step_tokens": 128, "max_num_seqs": 3, "n_pages": 5, "n_checkpoints": 0}
+    config = EngineConfig(model=str(tiny_checkpoint("dense")), cache_host_gb=0.0, **sizes)
+    arguments = argparse.Namespace(as_chip=None, format=None, out=str(tmp_path / "2026-01-01-h200"))
+    assert fill.bench(arguments, config) == 0
+    result = json.loads(next((tmp_path / "2026-01-01-h200").glob("gpu-fill-*")).read_text())
+    assert result["sequences"] == 2 and result["ended"] == {"length at 128": 2}, "as many as pages hold"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="without a GPU: nothing is started")
