@@ -22,6 +22,11 @@ from typing import Any
 import pytest
 import torch
 
+from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.weights import dummy_formats, empty_weights
+from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.gpu.collect import _different_layers
+
 FEW = ("_silu_mul_kernel", "scan", "finish")
 """Kernels that are compiled in little time; the last two share functions that use global constants."""
 
@@ -50,6 +55,18 @@ def test_collects_what_real_tensors_would_launch(collected: dict[str, Any], kind
     """
     assert collected[kind]["kernels"] > 20
     assert collected[kind]["with_memory"] == collected[kind]["of_all_layers"] == []
+
+
+def test_a_file_that_mixes_types_has_its_layers_once() -> None:
+    """A layer that was taken in front is not taken again in its own place, where it would have no name."""
+    shape = published_shape("qwen3.5-27b")
+    shape = replace(shape, formats=dummy_formats(shape, "ud-q4_k_xl"))
+    weights = empty_weights(shape, None, tied=False, store=DeviceStore("meta"))
+    layers = _different_layers(weights)
+    named = dict(replace(weights, layers=layers).named_parts())
+    assert all(f"layers.{i}.input_norm" in named for i in range(len(layers))) and len(layers) < 24
+    downs = [{s.format.name for s in layer.mlp.down.segments} for layer in layers]
+    assert {"Q4_K"} in downs and {"Q5_K"} in downs and {"Q6_K"} in downs
 
 
 def test_rows_are_rounded_by_who_makes_them(collected: dict[str, Any]) -> None:
@@ -189,9 +206,7 @@ def _collected() -> dict[str, Any]:
 
 def _launches() -> dict[str, list[int]]:
     """Kernels of a decode of one row and of a prefill of one block, by the kind of model and the format of its weights."""
-    from deltic.models.qwen.weights import dummy_formats, empty_weights
     from deltic.ops.gpu.launch import launches
-    from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.compile import collecting
     from deltic.runtime.gpu.text import GpuTextRunner
 
@@ -319,7 +334,6 @@ def _keys() -> dict[str, str]:
 
 
 def _walk(plan: Any) -> Any:
-    from deltic.models.qwen.weights import empty_weights
     from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.text import GpuTextRunner
 

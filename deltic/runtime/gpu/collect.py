@@ -73,11 +73,12 @@ def _different_layers(weights: Weights) -> list[Any]:
     new = list({tuple(kind): layer for kind, layer in reversed([*zip(kinds, weights.layers, strict=True)])}.values())[
         ::-1
     ]
+    others = [layer for layer in weights.layers if not any(layer is one for one in new)]
     found = list[Any]()
     for layer in weights.layers:
         is_end = not new
-        found.append(next((one for one in new if type(one) is type(layer)), layer))
-        new = [one for one in new if one is not found[-1]]
+        found.append(next(one for one in (*new, *others) if type(one) is type(layer)))
+        new, others = ([one for one in part if one is not found[-1]] for part in (new, others))
         if is_end:
             break
     return found
