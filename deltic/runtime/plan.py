@@ -189,10 +189,11 @@ class Plan(Generic[S]):
 
     @property
     def n_made_angles(self) -> int:
-        """Rows of angles that a step on a CPU makes for tokens of pictures: its own, and those of the draft
-        head's rows behind it.
+        """Rows of angles that a step on a CPU makes for tokens of pictures, and for those before a chunk that
+        are in one group of an index with its first: its own, and those of the draft head's rows behind it.
         """
-        return 2 * self.n_batch_tokens if self.tower else 0
+        before = 0 if self.shape.index is None else self.max_num_seqs * (self.shape.index.ratio - 1)
+        return 2 * (self.n_batch_tokens + before) if self.tower else 0
 
     @property
     def n_picture_pages(self) -> int:

@@ -23,7 +23,7 @@ from deltic.runtime.cpu.text import Runner
 from tests.cpu.test_reference import needs_transformers, prompt, published_model
 from tests.heads import KINDS, kept, loaded, run, sequence
 from tests.reference.layers import linear
-from tests.reference.model import draft_states, hidden_states
+from tests.reference.model import draft_states, draft_trunk, hidden_states, trunk
 from tests.tensors import tensor_of
 from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
@@ -80,7 +80,7 @@ def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: value.float() for name, value in load_file(path / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "flash"])
 def test_guesses_are_those_of_the_reference(kind: str) -> None:
     """Each from the head's own state of the one before."""
     path = tiny_checkpoint(kind, has_mtp=True)
@@ -89,19 +89,22 @@ def test_guesses_are_those_of_the_reference(kind: str) -> None:
     guesses = run(runner, of := sequence(ids), len(ids), n_wanted)
     assert len(guesses) == n_wanted
     known = [*ids[1:], of.tokens[-1]]
-    hidden = hidden_states(weights, shape, ids, "bfloat16")
+    goes_on = (trunk, draft_trunk) if kind == "flash" else (hidden_states, draft_states)
+    hidden = goes_on[0](weights, shape, ids, "bfloat16")
     for i in range(n_wanted):
         states = draft_states(weights, shape, hidden, [*known, *guesses[:i]], "bfloat16")
         logits = linear(states[-1:], weights.lm_head, "bfloat16")[0, :N_REAL_VOCAB]
         assert logits.max() - logits[guesses[i]] < 0.02  # of magnitude 4; near-ties may fall either way
-        hidden = torch.cat([hidden, states[-1:]])
+        own = goes_on[1](weights, shape, hidden, [*known, *guesses[:i]], "bfloat16")
+        hidden = torch.cat([hidden, own[-1:]])
     found = tensor_of(runner.draft_head.buffers.logits[:1])[0, :N_REAL_VOCAB]
     assert (found - logits).abs().max() < 0.2 and (found - logits).abs().median() < 0.02
 
 
-def test_its_keys_and_values_are_the_same_on_every_way() -> None:
+@pytest.mark.parametrize("kind", ["dense", "flash"])
+def test_its_keys_and_values_are_the_same_on_every_way(kind: str) -> None:
     """In one chunk, in several, token by token, with guesses and without, beside others: bit for bit."""
-    path = tiny_checkpoint("dense", has_mtp=True)
+    path = tiny_checkpoint(kind, has_mtp=True)
     ids, n = prompt(), 140
     runner = build(path)
     run(runner, of := sequence(ids), len(ids), 3)

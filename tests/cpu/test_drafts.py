@@ -44,12 +44,21 @@ def build(kind: str = "dense", quantize: str | None = None, path: Path | None = 
     return build_runner(config, lambda stage, done: None, Cpu())
 
 
-KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4"), ("dense, bfloat16 states", None)]
+KINDS = [
+    ("dense", None),
+    ("moe", "int8"),
+    ("next", None),
+    ("dense", "int4"),
+    ("dense, bfloat16 states", None),
+    ("flash", None),
+]
 
 
 @pytest.mark.parametrize(("kind", "quantize"), KINDS)
 def test_drafts_change_no_bit(kind: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    parks = {"cache_host_gb": 0.05} if kind == "next" else {}  # preempted sequences come back with their state
+    parks = (
+        {"cache_host_gb": 0.05} if kind in ("next", "flash") else {}
+    )  # preempted sequences come back with their state
     plain, drafting = build(kind, quantize, max_drafts=0, **parks), build(kind, quantize, **parks)
     n_accepted = n_preempted = 0
     for seed in range(4):

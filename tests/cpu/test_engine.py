@@ -46,6 +46,8 @@ CHECKPOINTS = {
     "next": {},
     "dense int8": {"kind": "dense"},
     "next k8v4": {"kind": "next"},
+    "flash": {},
+    "flash k8v4": {"kind": "flash"},
     "dense, bfloat16 states": {"kind": "dense"},
 }
 """By kind, and the format of keys and values."""
@@ -54,7 +56,7 @@ LOGIT_TOLERANCE = 0.06
 """The oracle adds in another order, so a value now and then rounds to the neighbouring bfloat16 on its way: measured up to
 0.044 at logits of magnitude 4. Tokens must be equal wherever the oracle's two best logits are further apart than twice this.
 In a mixture such a rounding can also exchange two experts of nearly equal weight (measured: 0.58, at up to 9 % of the positions of these random routers)."""
-EXCHANGED = {"dense": 0.0, "moe": 0.12, "next": 0.12}
+EXCHANGED = {"dense": 0.0, "moe": 0.12, "next": 0.12, "flash": 0.12}
 """Part of the positions that may exceed the tolerance, by kind."""
 
 
@@ -187,9 +189,9 @@ def test_every_expert_against_oracle(tmp_path: Path) -> None:
     assert min(found[: len(ids) - 1].max(), found[len(ids) - 1 :].max()) > 3 * LOGIT_TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def runner() -> Runner:
-    return build(model=str(tiny_checkpoint("dense")))
+@pytest.fixture(scope="module", params=["dense", "flash"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return build(model=str(tiny_checkpoint(request.param)))
 
 
 def test_any_cut_of_the_prompt(runner: Runner) -> None:
@@ -255,8 +257,8 @@ def test_places_and_slots_are_two_things(runner: Runner) -> None:
     ids = prompt(200)
     others = [ids[:128] + prompt(60), ids[:64] + prompt(77)]
     cold = [run_chunks(runner, [Driven(runner, other, 0, 0, 0).chunk(len(other))]) for other in others]
-    runner.memory.states.fill(float("nan"))
-    runner.memory.columns.fill(float("nan"))
+    for memory in runner.memory.of_slots():
+        memory.fill(float("nan"))
     first, beside = Driven(runner, ids, 3, 1, 4), Driven(runner, prompt(90), 0, 3, 12)
     expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(200)])
     found = run_chunks(runner, [beside.chunk(50), first.chunk(200, [(64, n_live), (128, n_live + 1)])])
@@ -302,7 +304,7 @@ def test_tiers_hold_all_of_a_page_and_a_slot(kv: str, runner: Runner) -> None:
     ]
     for move in moves:
         tiers.copy_out(move)
-    for memory in (runner.memory.pages, runner.memory.states, runner.memory.columns):
+    for memory in (runner.pages, *runner.memory.of_slots()):
         memory.view(np.uint8).fill(255)
     for move, device in zip(moves, (9, 8, 2), strict=True):
         tiers.copy_in(replace(move, device=device))

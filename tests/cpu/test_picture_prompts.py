@@ -33,7 +33,7 @@ from tests.tiny_gguf import write_gguf
 from tests.tiny_mmproj import write_mmproj
 from tests.tiny_vision import random_tower
 
-PAD = TOKEN_ID["<|image_pad|>"]
+PAD, VIDEO_PAD = TOKEN_ID["<|image_pad|>"], TOKEN_ID["<|video_pad|>"]
 
 
 @cache
@@ -55,7 +55,7 @@ def prompt_of(*parts: str | Picture) -> tuple[list[int], list[Picture]]:
             continue
         ids.append(TOKEN_ID["<|vision_start|>"])
         pictures.append(Picture(**{name: getattr(part, name) for name in part.__struct_fields__} | {"first": len(ids)}))
-        ids += [PAD] * part.n_tokens + [TOKEN_ID["<|vision_end|>"]]
+        ids += [PAD if part.n_frames == 1 else VIDEO_PAD] * part.n_tokens + [TOKEN_ID["<|vision_end|>"]]
     return ids, pictures
 
 
@@ -109,7 +109,7 @@ PROMPTS: dict[str, list[str | Picture]] = {
 
 
 @needs_transformers
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "flash"])
 def test_logits_are_those_of_the_published_model(kind: str) -> None:
     """In float32 there, bfloat16 products here: as far apart as for text (test_engine.py)."""
     published = published_model(tiny_checkpoint(kind, has_tower=True, has_mtp=True))
@@ -200,7 +200,8 @@ def conversation(generator: random.Random) -> list[str | Picture]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantize"), grid([("dense", None), ("moe", None), ("dense", "int8")], [("dense", None)], pytest.mark.long)
+    ("kind", "quantize"),
+    grid([("dense", None), ("moe", None), ("dense", "int8"), ("flash", None)], [("dense", None)], pytest.mark.long),
 )
 def test_no_bit_depends_on_company_or_cache(kind: str, quantize: str | None, tmp_path: Path) -> None:
     """Prefix hits before, in and behind pictures, chunks, preemption, aborts, host memory, a restart from disk; a pool of the

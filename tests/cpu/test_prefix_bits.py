@@ -41,11 +41,11 @@ from tests.cpu.grid import grid
 from tests.tiny import tiny_checkpoint
 
 MAX_PROMPT, MAX_TOKENS = 600, 100
-EVERY_MODEL = (("dense", None), ("moe", None), ("next", None), ("dense", "int8"))
+EVERY_MODEL = (("dense", None), ("moe", None), ("next", None), ("dense", "int8"), ("flash", None))
 KV = {("next", None): "int8", ("dense", "int8"): "k8v4"}
 """Formats of keys and values, by model; of the others bf16."""
 every_model = pytest.mark.parametrize(
-    ("kind", "quantize"), grid(EVERY_MODEL, [("next", None), ("dense", "int8")], pytest.mark.long)
+    ("kind", "quantize"), grid(EVERY_MODEL, [("next", None), ("dense", "int8"), ("flash", None)], pytest.mark.long)
 )
 other_models = pytest.mark.parametrize(
     ("kind", "quantize"), grid(EVERY_MODEL, [("dense", None), ("moe", None)], pytest.mark.long)

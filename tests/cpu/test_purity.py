@@ -28,12 +28,12 @@ from deltic.runtime.cpu.text import Runner
 from tests.cpu.grid import grid
 from tests.tiny import tiny_checkpoint
 
-KINDS = ("dense", "moe", "next")
+KINDS = ("dense", "moe", "next", "flash")
 FORMATS = (None, "int8", "int4")
-KV = {("next", None): "int8", ("dense", "int8"): "k8v4", ("moe", "int4"): "int8"}
+KV = {("next", None): "int8", ("flash", "int8"): "k8v4", ("dense", "int8"): "k8v4", ("moe", "int4"): "int8"}
 """Formats of keys and values, by model; of the others bf16."""
 EVERY_MODEL = (*product(KINDS, FORMATS), ("next, bfloat16 states", "int8"))
-FEW = (("dense", None), ("dense", "int8"), ("moe", "int4"), ("next, bfloat16 states", "int8"))
+FEW = (("dense", None), ("flash", None), ("dense", "int8"), ("moe", "int4"), ("next, bfloat16 states", "int8"))
 """Every kind, every format and every format of keys and values."""
 every_model = pytest.mark.parametrize(("kind", "quantize"), grid(EVERY_MODEL, FEW, pytest.mark.long))
 SETS = usable_instruction_sets()

@@ -2,7 +2,11 @@
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
-The residual stream, norms, gates, states, router and logits are float32. The inputs of every linear are
+Qwen3.8-Flash-Next has several residual streams: a block reads a mix of them, and adds to each
+(ops/cpu/streams.py). One layer adds what a table says of the last tokens (ops/cpu/ngrams.py); attention reads
+keys that an index chooses (ops/cpu/index.py).
+
+The residual streams, norms, gates, states, router and logits are float32. The inputs of every linear are
 bfloat16, and pages, too, or fewer bits (ops/kv_formats.py). Matrices are bfloat16 or quantised. There is one
 layout of the weights (models/qwen/weights.py) and one path for decode and prefill. What stands for a
 picture's tokens comes from the vision tower (models/vision), as rows that take the place of embeddings.
@@ -16,15 +20,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltic.models.fields import refuse_limits
-from deltic.models.loading import Mlp
+from deltic.models.loading import Mlp, transposed
+from deltic.models.qwen.ngram_table import ngram_row_ids
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights, empty_weights
+from deltic.models.qwen.weights import (
+    AttnLayer,
+    GdnLayer,
+    HyperConnection,
+    Indexer,
+    Moe,
+    Ngrams,
+    Weights,
+    empty_weights,
+)
 from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
 from deltic.ops.arrays import Array, bfloat16, front
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.draft import keep_features
 from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
+from deltic.ops.cpu.index import GROUP, IndexBuffers, index_buffers, index_prepare, index_select
 from deltic.ops.cpu.lora import (
     AdapterRows,
     Entries,
@@ -36,7 +51,28 @@ from deltic.ops.cpu.lora import (
     make_table,
 )
 from deltic.ops.cpu.moe import ExpertAdapters, Experts, MoeScratch, moe
+from deltic.ops.cpu.ngrams import (
+    MOST_KEPT,
+    TAPS,
+    NgramHash,
+    NgramMemory,
+    NgramRows,
+    NgramWeights,
+    ngram_conv,
+    ngram_gate,
+    ngram_rows,
+)
 from deltic.ops.cpu.program import Program
+from deltic.ops.cpu.streams import (
+    BlockOutput,
+    StreamRows,
+    connection_gate,
+    connection_mix,
+    connection_norm,
+    inject,
+    round_rows,
+    spread,
+)
 from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionWeights, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
@@ -55,6 +91,10 @@ class ForwardInputs(RowInputs, GdnInputs):
     """A step's inputs of the model. A state slot is a row of `Memory.states` and `columns`."""
 
     n_logit_rows: Array
+    hash_ids: Array | None  # [T] as token_ids, but of a picture's tokens those of the prompt
+    previous_ids: (
+        Array | None
+    )  # [T, longest n-gram - 1] those before, the nearest first; the end of text where there is none
     logit_token: Array  # [R] the tokens whose logits are wanted
     n_hidden: Array  # rows whose hidden states are kept beside those of the logits: all or none
 
@@ -82,8 +122,9 @@ class DraftBuffers:
     A row stands for a token: its hidden state, and the id of the token behind it.
     """
 
-    hidden: Array  # bfloat16 [T, H]: what comes in; then, where rows draw, the head's own
-    pair: Array  # bfloat16 [T, 2H]
+    hidden: Array  # bfloat16 [T, S H]: what comes in; then, where rows draw, the head's own
+    pair: Array  # bfloat16 [T S, 2H]
+    n_pairs: Array  # int32 scalar: rows of pair in use, S a token
     logits: Array  # float32 [R, n_drafted]
 
 
@@ -95,6 +136,10 @@ class Memory:
 
     And the windows of drafted tokens, by batch slot: window_columns bfloat16 [n_batch_slots, n_gdn, W, C],
     window_gates float32 [n_batch_slots, n_gdn, W, 2 Hv].
+
+    Where there is an index, index_pages, bfloat16 [n_pages, n_kv_layers, page_rows, d], are part of the
+    pages. Where there are n-grams, ngram_columns, bfloat16 [n_slots, window, S H], are part of the state
+    slots, and window_ngrams, bfloat16 [n_batch_slots, W, S H], a window of drafts.
     """
 
     pages: Array
@@ -102,6 +147,14 @@ class Memory:
     columns: Array
     window_columns: Array
     window_gates: Array
+    index_pages: Array | None = None
+    ngram_columns: Array | None = None
+    window_ngrams: Array | None = None
+
+    def of_slots(self) -> list[Array]:
+        """Returns what a state slot is made of: arrays of which each has a row of it."""
+        more = [] if self.ngram_columns is None else [self.ngram_columns]
+        return [self.states, self.columns, *more]
 
     def of_gdn(self, i: int) -> GdnMemory:
         """Returns what layer i of those with a state has of it."""
@@ -110,10 +163,31 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class StreamBuffers:
+    """Buffers of what is between streams and blocks."""
+
+    normed: Array  # bfloat16, flat: [T, S H]
+    low: Array  # float32, flat: [T, R + S]
+    gate: Array  # bfloat16, flat: [T, R]
+
+
+@dataclass(frozen=True)
+class NgramBuffers:
+    """Buffers of a layer's n-grams."""
+
+    rows: Array  # bfloat16 [T, E]: what the table says
+    inputs: Array  # bfloat16 [T, S H]: of the convolution
+
+
+@dataclass(frozen=True)
 class Activations:
     """Buffers of all layers, one set, T tokens long."""
 
-    residual: Array  # float32 [T, H]
+    residual: Array  # float32 [T, S H], S streams
+    target: Array  # float32 [T, H]: what blocks add to; the residual, where it is one stream
+    streams: StreamBuffers | None  # of several
+    index: IndexBuffers | None
+    ngrams: NgramBuffers | None
     normed: Array  # bfloat16 [T, H]
     proj: Array  # float32, flat: the widest projection
     mixed: Array  # bfloat16, flat: a mixer's output or the MLP's inner activation
@@ -124,8 +198,9 @@ class Activations:
     router: Array | None  # float32 [T, E + 1]
     shared: Array | None  # float32 [T, H]
     final: Array  # bfloat16 [R, H]
+    final_hidden: Array  # bfloat16 [R, S H]: final, or the streams that it is mixed of
     logits: Array  # float32 [R, V]
-    hidden: Array | None  # bfloat16 [T, H]: as final, of every row, for the draft head or for vectors
+    hidden: Array | None  # bfloat16 [T, S H], as final_hidden for the draft head, or [T, H], as final
     features: Array | None  # bfloat16 [T, n H]: the residual stream behind shape.feature_layers, side by side
 
 
@@ -136,7 +211,6 @@ def check_kernels(shape: ModelShape) -> None:
     """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
     limits = (
-        ("hc_count", shape.n_streams, shape.n_streams == 1, "1, on a CPU"),
         (
             "head_dim",
             shape.head_dim,
@@ -158,6 +232,17 @@ def check_kernels(shape: ModelShape) -> None:
             f"a multiple of 16, at most {MAX_GDN_DIM}",
         ),
     )
+    if (index := shape.index) is not None:
+        limits += (
+            ("indexer_compress_ratio", index.ratio, index.ratio == GROUP, str(GROUP)),
+            ("indexer_head_dim", index.dim, index.dim <= MAX_HEAD_DIM, f"at most {MAX_HEAD_DIM}"),
+        )
+    if (ngrams := shape.ngrams) is not None:
+        limits += (
+            ("ple_conv_kernel_size", ngrams.conv_width, ngrams.conv_width == TAPS, str(TAPS)),
+            ("ngram_size", ngrams.size, ngrams.window <= MOST_KEPT, f"at most {MOST_KEPT // (TAPS - 1)}"),
+            ("ple_embed_dim", ngrams.width, ngrams.head_width % 16 == 0, "a multiple of 16 for each head"),
+        )
     refuse_limits(limits)
 
 
@@ -167,7 +252,9 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
     t, h = n_tokens, shape.hidden_size
     value, inner = shape.gdn_value_size, max(shape.intermediate_size, shape.shared_intermediate_size)
     q_size = shape.n_q_heads * shape.head_dim
-    widest = max(h * (1 + shape.has_draft_head), value, q_size, inner)
+    s = shape.n_streams
+    widest = max(h * s * (1 + shape.has_draft_head), value, q_size, inner, shape.ngrams.width if shape.ngrams else 0)
+    proj_rows = max(shape.gdn_in_proj_rows, shape.attn_qkv_rows, 2 * inner, 0 if s == 1 else (s + 1) * h)
     heads = shape.heads
     scratch = router = shared = None
     if shape.is_moe:
@@ -185,30 +272,51 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
         )
         router = allocate("router logits", (t, e + 1), f32)
         shared = allocate("shared expert", (t, h), f32)
+    residual = allocate("residual", (t, s * h), f32)
+    final = allocate("final", (n_logit_rows, h), bf16)
+    streams = ngrams = None
+    if s > 1:
+        streams = StreamBuffers(
+            allocate("streams normed", (t * s * h,), bf16),
+            allocate("streams mixed", (t * (shape.stream_rank + s),), f32),
+            allocate("streams gate", (t * shape.stream_rank,), bf16),
+        )
+    if shape.ngrams is not None:
+        ngrams = NgramBuffers(
+            allocate("n-grams", (t, shape.ngrams.width), bf16), allocate("n-grams gated", (t, s * h), bf16)
+        )
     return Activations(
-        residual=allocate("residual", (t, h), f32),
+        residual=residual,
+        target=residual if s == 1 else allocate("block output", (t, h), f32),
+        streams=streams,
+        index=None if shape.index is None else index_buffers(shape.index, t, shape.max_position_embeddings, allocate),
+        ngrams=ngrams,
         normed=allocate("normed", (t, h), bf16),
-        proj=allocate("projections", (t * max(shape.gdn_in_proj_rows, shape.attn_qkv_rows, 2 * inner),), f32),
+        proj=allocate("projections", (t * proj_rows,), f32),
         mixed=allocate("mixed", (t * max(value, q_size, inner),), bf16),
         query=allocate("queries", (t * q_size,), bf16),
         attn_records=allocate("attention records", heads.records_size(shape.max_position_embeddings), f32),
         moe=scratch,
-        packed=allocate("packed rows", (max(t * widest, n_logit_rows * h) * 2,), np.uint8),
+        packed=allocate("packed rows", (max(t * widest, n_logit_rows * s * h) * 2,), np.uint8),
         router=router,
         shared=shared,
-        final=allocate("final", (n_logit_rows, h), bf16),
+        final=final,
+        final_hidden=final if s == 1 else allocate("final streams", (n_logit_rows, s * h), bf16),
         logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
-        hidden=allocate("hidden states", (t, h), bf16) if shape.has_draft_head or shape.keeps_hidden else None,
+        hidden=allocate("hidden states", (t, (s if shape.has_draft_head else 1) * h), bf16)
+        if shape.has_draft_head or shape.keeps_hidden
+        else None,
         features=allocate("features", (t, len(shape.feature_layers) * h), bf16) if shape.feature_layers else None,
     )
 
 
 def allocate_drafts(shape: ModelShape, n_tokens: int, n_draws: int, allocate: Allocate) -> DraftBuffers:
     """Allocates the buffers of a draft head for up to n_tokens rows, n_draws of which draw."""
-    h = shape.hidden_size
+    h, s = shape.hidden_size, shape.n_streams
     return DraftBuffers(
-        hidden=allocate("draft hidden states", (n_tokens, h), bfloat16),
-        pair=allocate("draft rows", (n_tokens, 2 * h), bfloat16),
+        hidden=allocate("draft hidden states", (n_tokens, s * h), bfloat16),
+        pair=allocate("draft rows", (n_tokens * s, 2 * h), bfloat16),
+        n_pairs=allocate("draft row count", (1,), np.int32)[0, ...],
         logits=allocate("draft logits", (n_draws, shape.n_drafted), np.float32),
     )
 
@@ -226,7 +334,7 @@ def allocate_adapters(
     """Allocates the buffers of n_slots adapters of up to this rank."""
     names, k = adapted_names(shape), max(1, shape.n_experts_per_tok if shape.is_moe else 1)
     inner = max(shape.intermediate_size, shape.shared_intermediate_size, shape.moe_intermediate_size)
-    widest = max(shape.hidden_size, shape.gdn_value_size, shape.n_q_heads * shape.head_dim, inner)
+    widest = max(shape.stream_size, shape.gdn_value_size, shape.n_q_heads * shape.head_dim, inner)
     return AdapterBuffers(
         rows=adapter_rows("adapters'", n_tokens, allocate),
         logit_rows=adapter_rows("adapters' logits", n_logit_rows, allocate),
@@ -348,29 +456,54 @@ class Qwen:
 
         picture_rows: bfloat16 [N, H]: ids below 0 name them, from -1 on. adapters: where rows may have some.
         """
-        w, eps = self.weights, self.shape.rms_norm_eps
+        w, eps, n = self.weights, self.shape.rms_norm_eps, inputs.n_tokens
         self.linears.adapters = a = adapters
-        embed(program, w.embed, inputs.token_ids, act.residual, inputs.n_tokens, picture_rows)
+        embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
         if a is not None:
-            lora_embed(program, inputs.token_ids, act.residual, a.entries("embed"), a.rows, a.scratch)
+            lora_embed(program, inputs.token_ids, act.target, a.entries("embed"), a.rows, a.scratch)
+        if act.streams is not None:
+            spread(program, self._streams(act, n), act.target)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
-            rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
+            is_added = i == 0
+            if isinstance(layer, GdnLayer) and layer.ngrams is not None:
+                self._ngrams(program, i, layer.ngrams, inputs, memory, act, is_added=is_added)
+                is_added = True
+            self._enter(program, f"layers.{i}.input_norm", layer.input_norm, n, act, is_added=is_added)
             if isinstance(layer, GdnLayer):
                 self._gdn(program, i, i_gdn, inputs, memory, act)
                 i_gdn += 1
             else:
-                self._attention(program, f"layers.{i}.", layer, inputs, memory.pages[:, i_attn], act)
+                self._attention(program, f"layers.{i}.", layer, inputs, memory, i_attn, act)
                 i_attn += 1
-            rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
-            self._feed_forward(program, f"layers.{i}.mlp.", layer.mlp, inputs.n_tokens, act)
+            self._enter(program, f"layers.{i}.post_norm", layer.post_norm, n, act)
+            self._feed_forward(program, f"layers.{i}.mlp.", layer.mlp, n, act)
             if act.features is not None and i in self.shape.feature_layers:
                 first = self.shape.feature_layers.index(i) * self.shape.hidden_size
-                keep_features(program, act.residual, act.features, first, inputs.n_tokens)
-        if act.hidden is not None:
-            rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_hidden)
-        rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
+                keep_features(program, act.residual, act.features, first, n)
+        if isinstance(w.norm, HyperConnection):
+            self._inject(program, n, act)
+            if act.hidden is not None and self.shape.has_draft_head:
+                round_rows(program, self._streams(act, inputs.n_hidden), act.hidden)
+            elif act.hidden is not None:
+                self._mix(program, "norm", w.norm, act.hidden, self._streams(act, inputs.n_hidden), act)
+            last = self._streams(act, inputs.n_logit_rows, inputs.logit_token)
+            round_rows(program, last, act.final_hidden)
+            self._mix(program, "norm", w.norm, act.final, last, act)
+        else:
+            if act.hidden is not None:
+                rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_hidden)
+            rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
         self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
+
+    def gather(self, inputs: ForwardInputs, act: Activations) -> None:
+        """Reads the rows of a step's n-grams from a table in blocks, before the recorded forward runs."""
+        shape, table = self.shape.ngrams, self.weights.ngram_table
+        if shape is None or table is None or not table.blocks:
+            return
+        assert inputs.hash_ids is not None and inputs.previous_ids is not None and act.ngrams is not None
+        n = int(inputs.n_tokens)
+        table.gather(ngram_row_ids(shape, inputs.hash_ids[:n], inputs.previous_ids[:n]), act.ngrams.rows[:n])
 
     def record_draft(
         self,
@@ -393,21 +526,123 @@ class Qwen:
         assert head is not None
         norms, ids, n = DraftNorms(head.embedding_norm, head.hidden_norm, eps), inputs.token_ids, inputs.n_tokens
         draft_rows(program, self.weights.embed, ids, buffers.hidden, norms, buffers.pair, n, act.residual)
-        self.linears.project(program, "draft_head.fc", buffers.pair, act.residual, act.packed, inputs.n_tokens)
-        rms_norm(program, act.residual, head.layer.input_norm, eps, act.normed, inputs.n_tokens)
-        pages = memory.pages[:, -1]
+        streams = act.residual.reshape(len(buffers.pair), -1)
+        self.linears.project(program, "draft_head.fc", buffers.pair, streams, act.packed, buffers.n_pairs)
+        name, layer = "draft_head.layer.", head.layer
+        self._enter(program, f"{name}input_norm", layer.input_norm, n, act, is_added=True)
         if keys_only:
             proj = front(act.proj, len(act.residual), self.heads.row)
             n_query = self.heads.row - self.linears.matrices["draft_head.kv"].n
             self.linears.project(program, "draft_head.kv", act.normed, proj, act.packed, inputs.n_tokens, first=n_query)
-            self._attn_prepare(program, head.layer, proj, inputs, pages, act)
+            self._attn_prepare(program, layer, proj, inputs, memory.pages[:, -1], act)
+            if layer.indexer is not None:
+                self._index(program, f"{name}indexer", layer.indexer, inputs, memory, -1, act)
             return
-        self._attention(program, "draft_head.layer.", head.layer, inputs, pages, act)
-        rms_norm(program, act.residual, head.layer.post_norm, eps, act.normed, inputs.n_tokens)
-        self._feed_forward(program, "draft_head.layer.mlp.", head.layer.mlp, inputs.n_tokens, act)
-        own = buffers.hidden[: len(buffers.logits)]
-        rms_norm(program, act.residual, head.norm, eps, own, inputs.n_tokens)
-        self.linears.project(program, "draft_head.lm_head", own, buffers.logits, act.packed, inputs.n_tokens)
+        self._attention(program, name, layer, inputs, memory, -1, act)
+        self._enter(program, f"{name}post_norm", layer.post_norm, n, act)
+        self._feed_forward(program, f"{name}mlp.", layer.mlp, n, act)
+        own = final = buffers.hidden[: len(buffers.logits)]
+        if isinstance(head.norm, HyperConnection):
+            self._inject(program, n, act)
+            round_rows(program, self._streams(act, n), own)
+            final = act.normed[: len(buffers.logits)]
+            self._mix(program, "draft_head.norm", head.norm, final, self._streams(act, n), act)
+        else:
+            rms_norm(program, act.residual, head.norm, eps, own, n)
+        self.linears.project(program, "draft_head.lm_head", final, buffers.logits, act.packed, n)
+
+    def _enter(
+        self,
+        program: Program,
+        name: str,
+        norm: Array | HyperConnection,
+        n_tokens: Array,
+        act: Activations,
+        *,
+        is_added: bool = False,
+    ) -> None:
+        """Makes act.normed, which the next block reads. is_added: whether the streams have what the last one
+        wrote.
+        """
+        if not isinstance(norm, HyperConnection):
+            rms_norm(program, act.residual, norm, self.shape.rms_norm_eps, act.normed, n_tokens)
+        else:
+            added = None if is_added else self._written(act)
+            self._mix(program, name, norm, act.normed, self._streams(act, n_tokens), act, added)
+
+    def _streams(self, act: Activations, n_rows: Array, rows: Array | None = None) -> StreamRows:
+        return StreamRows(act.residual, self.shape.n_streams, n_rows, rows)
+
+    def _written(self, act: Activations) -> BlockOutput:
+        """Returns what the last block wrote, and how it goes to each stream."""
+        assert act.streams is not None
+        width = self.shape.stream_rank + self.shape.n_streams
+        return BlockOutput(act.target, front(act.streams.low, len(act.residual), width))
+
+    def _inject(self, program: Program, n_tokens: Array, act: Activations) -> None:
+        inject(program, self._streams(act, n_tokens), self._written(act))
+
+    def _mix(
+        self,
+        program: Program,
+        name: str,
+        connection: HyperConnection,
+        out: Array,
+        streams: StreamRows,
+        act: Activations,
+        added: BlockOutput | None = None,
+    ) -> None:
+        """Mixes streams to out, bfloat16 [M, H], once what is `added` is in them; act.target becomes 0."""
+        buffers, n_rows, m = act.streams, streams.n_rows, len(out)
+        assert buffers is not None
+        normed, gate = front(buffers.normed, m, self.shape.stream_size), front(buffers.gate, m, connection.up.k)
+        low, up = front(buffers.low, m, connection.down.n), front(act.proj, m, self.shape.stream_size)
+        connection_norm(program, streams, connection.norm, self.shape.rms_norm_eps, normed, added)
+        self.linears.project(program, f"{name}.down", normed, low, act.packed, n_rows)
+        connection_gate(program, low, gate, n_rows, streams.count)
+        self.linears.project(program, f"{name}.up", gate, up, act.packed, n_rows)
+        connection_mix(program, up, normed, out, n_rows, act.target)
+
+    def _ngrams(
+        self,
+        program: Program,
+        i: int,
+        ngrams: Ngrams,
+        inputs: ForwardInputs,
+        memory: Memory,
+        act: Activations,
+        *,
+        is_added: bool,
+    ) -> None:
+        """Adds what the table says of the last tokens to the streams."""
+        shape, table, buffers, n = self.shape.ngrams, self.weights.ngram_table, act.ngrams, inputs.n_tokens
+        assert shape is not None and table is not None and buffers is not None
+        assert inputs.hash_ids is not None and inputs.previous_ids is not None
+        assert memory.ngram_columns is not None and memory.window_ngrams is not None
+        if not is_added:
+            self._inject(program, n, act)
+        if not table.blocks:  # else `gather` has read them
+            rows = NgramRows(table.addresses, table.rows_per_part, table.width, table.parts[0].dtype, table.scale)
+            integers = (np.array(values, np.int64) for values in (shape.multipliers, shape.primes, shape.offsets))
+            ngram_rows(program, rows, NgramHash(*integers), inputs.hash_ids, inputs.previous_ids, buffers.rows, n)
+        kv = front(act.proj, len(act.residual), ngrams.proj.n)
+        self.linears.project(program, f"layers.{i}.ngrams.proj", buffers.rows, kv, act.packed, n)
+        weights = NgramWeights(ngrams.key_norm, ngrams.query_norm, ngrams.conv_norm, transposed(ngrams.conv))
+        eps, n_streams = self.shape.rms_norm_eps, self.shape.n_streams
+        ngram_gate(program, kv, act.residual, weights, eps, buffers.inputs, n, n_streams)
+        kept = NgramMemory(memory.ngram_columns, memory.window_ngrams)
+        ngram_conv(program, buffers.inputs, act.residual, weights.conv, inputs, kept)
+
+    def _index(
+        self, program: Program, name: str, indexer: Indexer, inputs: RowInputs, memory: Memory, i: int, act: Activations
+    ) -> None:
+        """Writes to the index of attention layer i, and makes the queries that choose from it."""
+        heads, buffers = self.shape.index, act.index
+        assert heads is not None and buffers is not None and memory.index_pages is not None
+        weights = AttentionWeights(indexer.q_norm, indexer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
+        self.linears.project(program, f"{name}.proj", act.normed, buffers.proj, act.packed, inputs.n_tokens)
+        pages = memory.index_pages[:, i]
+        index_prepare(program, buffers.proj, heads, weights, inputs, pages, buffers.query)
 
     def _gdn(
         self, program: Program, i: int, i_gdn: int, inputs: ForwardInputs, memory: Memory, act: Activations
@@ -425,22 +660,25 @@ class Qwen:
             memory.of_gdn(i_gdn),
             mixed,
         )
-        self.linears.project(
-            program, f"layers.{i}.out_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True
-        )
+        self.linears.project(program, f"layers.{i}.out_proj", mixed, act.target, act.packed, inputs.n_tokens, add=True)
 
     def _attention(
-        self, program: Program, name: str, layer: AttnLayer, inputs: RowInputs, pages: Array, act: Activations
+        self, program: Program, name: str, layer: AttnLayer, inputs: RowInputs, memory: Memory, i: int, act: Activations
     ) -> None:
+        pages, chosen = memory.pages[:, i], None
+        if layer.indexer is not None:
+            assert self.shape.index is not None and act.index is not None and memory.index_pages is not None
+            self._index(program, f"{name}indexer", layer.indexer, inputs, memory, i, act)
+            index_select(program, self.shape.index, inputs, memory.index_pages[:, i], act.index)
+            chosen = act.index.chosen
         proj = front(act.proj, len(act.residual), self.heads.row)
         query = front(act.query, len(act.residual), self.heads.n_q * self.heads.dim)
         mixed = front(act.mixed, len(act.residual), self.heads.n_q * self.heads.dim)
         self.linears.project(program, f"{name}qkv", act.normed, proj, act.packed, inputs.n_tokens)
         self._attn_prepare(program, layer, proj, inputs, pages, act)
-        attention(
-            program, query, proj, self.heads, inputs, KvPages(pages, self.shape.kv_format), act.attn_records, mixed
-        )
-        self.linears.project(program, f"{name}o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
+        cache = KvPages(pages, self.shape.kv_format, chosen=chosen)
+        attention(program, query, proj, self.heads, inputs, cache, act.attn_records, mixed)
+        self.linears.project(program, f"{name}o_proj", mixed, act.target, act.packed, inputs.n_tokens, add=True)
 
     def _attn_prepare(
         self, program: Program, layer: AttnLayer, proj: Array, inputs: RowInputs, pages: Array, act: Activations
@@ -456,9 +694,9 @@ class Qwen:
             self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
             routing = Routing(self.shape.n_experts_per_tok, self.shape.norm_topk_prob)
             experts = Experts(mlp.gate_up, mlp.down, routing, self.linears.of_experts(name))
-            moe(program, act.normed, act.router, experts, act.shared, act.residual, n_tokens, act.moe)
+            moe(program, act.normed, act.router, experts, act.shared, act.target, n_tokens, act.moe)
         else:
-            self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)
+            self._swiglu(program, name, mlp.down.k, act.target, n_tokens, act, add=True)
 
     def _swiglu(
         self, program: Program, prefix: str, width: int, out: Array, n_tokens: Array, act: Activations, *, add: bool

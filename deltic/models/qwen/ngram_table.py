@@ -174,3 +174,15 @@ def dummy_ngram_table(ngrams: NgramShape, seed: int) -> NgramTable:
     part = np.empty(rows.shape, bfloat16)
     copy(part, rows * np.float32(0.1))
     return NgramTable([part] * -(-ngrams.n_rows // _DUMMY_ROWS), ngrams.head_width)
+
+
+def ngram_row_ids(ngrams: NgramShape, ids: Array, previous: Array) -> Array:
+    """Returns the rows that tokens' n-grams name, int64 [T, heads].
+
+    ids: int32 [T]; previous: int32 [T, size - 1], those of the tokens before, the nearest first.
+    """
+    factors, n_each = np.array(ngrams.multipliers, np.int64), ngrams.n_heads // (ngrams.size - 1)
+    products = np.column_stack([ids, previous]).astype(np.int64) * factors
+    mixed = np.bitwise_xor.accumulate(products, 1)[:, 1:]
+    rows: Array = np.repeat(mixed, n_each, 1) % np.array(ngrams.primes) + np.array(ngrams.offsets)
+    return rows

@@ -12,8 +12,11 @@ import numpy as np
 from deltic.engine.pictures import row_ids
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.qwen.cpu import AdapterBuffers, Angles, ForwardInputs
+from deltic.models.qwen.ngrams import NgramShape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.rotary import PromptPositions
 from deltic.ops.arrays import Array
+from deltic.ops.cpu.index import GROUP
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 
 
@@ -24,6 +27,7 @@ class Batch:
 
     def __init__(
         self,
+        shape: ModelShape,
         n_tokens: int,
         n_batch_slots: int,
         n_pages_per_seq: int,
@@ -45,6 +49,9 @@ class Batch:
             token_ids=buffer("token ids", n_tokens),
             positions=buffer("positions", n_tokens),
             angles=buffer("angles", n_tokens),
+            group_angles=buffer("group angles", n_tokens) if shape.index else None,
+            hash_ids=buffer("n-gram ids", n_tokens) if shape.ngrams else None,
+            previous_ids=buffer("n-gram ids before", n_tokens, shape.ngrams.size - 1) if shape.ngrams else None,
             token_batch_slot=buffer("token batch slot", n_tokens),
             seq_start=buffer("sequence start", n_batch_slots + 1),
             seq_context=buffer("sequence context", n_batch_slots),
@@ -59,7 +66,7 @@ class Batch:
             page_table=buffer("page table", n_batch_slots, n_pages_per_seq),
             logit_token=buffer("logit token", n_logit_rows),
         )
-        self._counts, self._adapters = counts, adapters
+        self._counts, self._adapters, self._ngrams = counts, adapters, shape.ngrams
         self._holder: list[tuple[Sequence, int] | None] = [None] * n_batch_slots
         self._n_pages_known = [0] * n_batch_slots
         self._has_snapshots = False
@@ -95,6 +102,11 @@ class Batch:
                 inputs.token_ids[at:end] = ids
                 inputs.positions[at:end] = inputs.angles[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
                 inputs.token_batch_slot[at:end] = batch_slot
+            if inputs.group_angles is not None:
+                first = inputs.positions[at:end]
+                inputs.group_angles[at:end] = first - first % GROUP
+            if self._ngrams is not None:
+                self._fill_ngrams(chunk, at, end, self._ngrams)
             has_prompt = has_prompt or sequence.request.reads_hidden
             if (prompt := self._prompts[batch_slot]) is not None:
                 self._fill_pictures(chunk, prompt, at, end)
@@ -130,9 +142,32 @@ class Batch:
     def _fill_pictures(self, chunk: Chunk, prompt: PromptPositions, at: int, end: int) -> None:
         """Angles of a chunk in or behind pictures, and for ids of their tokens the tower's rows."""
         assert self.angles is not None
-        self.angles.fill(self.inputs.angles[at:end], prompt, chunk.start, chunk.start + chunk.length)
+        inputs, start = self.inputs, chunk.start
+        self.angles.fill(inputs.angles[at:end], prompt, start, start + chunk.length)
+        if inputs.group_angles is not None:
+            before = np.empty(start % GROUP, np.int32)  # a group may have begun in an earlier chunk
+            self.angles.fill(before, prompt, start - len(before), start)
+            angles = np.concatenate([before, inputs.angles[at:end]])
+            inputs.group_angles[at:end] = np.repeat(angles[::GROUP], GROUP)[len(before) :][: chunk.length]
         for begin, ids in row_ids(chunk):
             self.inputs.token_ids[at + begin : at + begin + len(ids)] = ids
+
+    def _fill_ngrams(self, chunk: Chunk, at: int, end: int, ngrams: NgramShape) -> None:
+        """Ids of a chunk's tokens, and of those before each: behind an end of text, and before the first,
+        only ends.
+        """
+        inputs, n_before, eos = self.inputs, ngrams.size - 1, ngrams.eos_id
+        assert inputs.hash_ids is not None and inputs.previous_ids is not None
+        known = chunk.sequence.tokens[max(0, chunk.start - n_before) : chunk.start + chunk.length]
+        known.extend(chunk.drafts)
+        ids = np.full(n_before + chunk.length, eos, np.int32)
+        ids[len(ids) - len(known) :] = known
+        inputs.hash_ids[at:end] = ids[n_before:]
+        is_over = np.zeros(chunk.length, bool)
+        for i in range(1, n_before + 1):
+            each = ids[n_before - i : len(ids) - i]
+            is_over |= each == eos
+            inputs.previous_ids[at:end, i - 1] = np.where(is_over, eos, each)
 
     def positions_in(self, batch_slot: int) -> PromptPositions | None:
         """Positions of the sequence in a batch slot. None: its prompt has no pictures."""

@@ -78,6 +78,8 @@ class Workspace:
     """Windows of Memory, columns and gates: only drafts need them, and only of sequences that run, so they
     are counted here.
     """
+    window_ngrams: Array | None
+    """The same of the n-grams' convolution."""
     adapters: AdapterBuffers | None
     adapter_memory: Array | None
     """uint8."""
@@ -86,7 +88,8 @@ class Workspace:
 def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
     """The step's buffers; used to count them as well as to have them."""
     shape = plan.shape
-    windows = plan.max_num_seqs if plan.n_draft_rows else 1, shape.n_gdn_layers, plan.n_sequence_rows
+    n_windows = plan.max_num_seqs if plan.n_draft_rows else 1
+    windows = n_windows, shape.n_gdn_layers, plan.n_sequence_rows
     vision = rows = None
     if plan.tower is not None:
         n_patches = plan.max_picture_tokens * TOKEN
@@ -100,6 +103,7 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
         adapter_memory = allocate("adapters", (room.n_bytes,), np.uint8)
     return Workspace(
         Batch(
+            shape,
             plan.n_batch_tokens,
             plan.max_num_seqs,
             pages_for(plan.max_model_len),
@@ -125,6 +129,9 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
         rows,
         allocate("window columns", (*windows, shape.conv_channels), bfloat16),
         allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
+        allocate("window n-grams", (n_windows, plan.n_sequence_rows, shape.stream_size), bfloat16)
+        if shape.ngrams
+        else None,
         adapters,
         adapter_memory,
     )

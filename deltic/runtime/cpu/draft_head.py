@@ -25,6 +25,7 @@ from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.qwen.cpu import Activations, Angles, Memory, Qwen, RowInputs, allocate_drafts
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import Array, bfloat16
+from deltic.ops.cpu.index import GROUP
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
@@ -54,7 +55,7 @@ class _Rows:
     sequence: Sequence
     start: int
     hidden: Array
-    """The bits of bfloat16 [n, H]."""
+    """The bits of bfloat16 [n, S H]."""
     ids: list[int]
     """Ids of the tokens behind the rows."""
     guess: _Guess | None = None
@@ -72,13 +73,14 @@ class DraftHead:
             return np.asarray(allocate(f"draft {name}", size, np.int32))
 
         self._counts = buffer("counts", 2)
-        self._rows = {name: buffer(name, n_rows) for name in ("token_ids", "positions", "angles", "token_batch_slot")}
+        names = ["token_ids", "positions", "angles", "token_batch_slot", *(["group_angles"] if shape.index else [])]
+        self._rows, self._n_streams = {name: buffer(name, n_rows) for name in names}, shape.n_streams
         self._seqs = {name: buffer(name, n_batch_slots) for name in ("seq_context", "batch_slot")}
         self._seq_start = buffer("seq_start", n_batch_slots + 1)
         n_ids = min(n_real, self.buffers.logits.shape[1])
         self._draws = Draws(n_batch_slots, n_ids, shape.eos_token_ids, allocate, "guess")
         self._guessed = buffer("guesses", n_batch_slots)
-        waiting = allocate("waiting hidden states", (n_batch_slots, PAGE_SIZE, shape.hidden_size), bfloat16)
+        waiting = allocate("waiting hidden states", (n_batch_slots, PAGE_SIZE, shape.stream_size), bfloat16)
         self._waiting = waiting.view(np.uint16)  # as its bits, which numpy copies many times as fast
         """Hidden states that wait, by batch slot, and by the token's place in its page."""
         self.angles: Angles | None = None
@@ -101,7 +103,8 @@ class DraftHead:
         inputs = batch.inputs
         self._batch, self._last_angle = batch, len(model.cos) - 1
         assert act.hidden is not None
-        self._inputs, self._hidden, self._final = inputs, act.hidden.view(np.uint16), act.final.view(np.uint16)
+        self._inputs, self._hidden = inputs, act.hidden.view(np.uint16)
+        self._final = act.final_hidden.view(np.uint16)
         self._sampler = sampler
         own = RowInputs(
             n_tokens=self._counts[0, ...],
@@ -216,12 +219,13 @@ class DraftHead:
             kept = *self._rows.values(), *self._seqs.values(), self._guessed, self.buffers.hidden.view(np.uint16)
             for each in kept:
                 each[:n] = each[left]
-            self._counts[:] = n
+            self._count(n, n)
         self._rows["token_ids"][:n] = self._guessed[:n]
         self._rows["positions"][:n] += 1
         # Behind a text's token. A prompt that ends in a picture is guessed on from another row.
         self._rows["angles"][:n] = np.minimum(self._rows["angles"][:n] + 1, self._last_angle)
         self._seqs["seq_context"][:n] += 1
+        self._fill_groups(n)
 
     def _fill(self, chunks: list[tuple[Sequence, int, list[int]]]) -> None:
         """Writes what the head runs: of a sequence, from a position on, the ids behind. The hidden states are
@@ -242,7 +246,20 @@ class DraftHead:
         self._seq_start[1 : n_seqs + 1] = ends
         self._seqs["seq_context"][:n_seqs] = [start for _, start, _ in chunks]
         self._seqs["batch_slot"][:n_seqs] = [sequence.batch_slot for sequence, _, _ in chunks]
+        self._count(n, n_seqs)
+        self._fill_groups(n)
+
+    def _count(self, n: int, n_seqs: int) -> None:
         self._counts[:] = n, n_seqs
+        self.buffers.n_pairs[...] = n * self._n_streams
+
+    def _fill_groups(self, n: int) -> None:
+        """Angles of the first tokens of rows' groups, as of a text: a guess in front of a picture may be
+        worse.
+        """
+        if "group_angles" in self._rows:
+            firsts = self._rows["angles"][:n] - self._rows["positions"][:n] % GROUP
+            self._rows["group_angles"][:n] = np.maximum(firsts, 0)
 
 
 def _grouped(ready: list[_Rows], n_rows: int) -> Iterator[list[_Rows]]:

@@ -7,6 +7,7 @@ the tokens.
 
 from __future__ import annotations
 
+import math
 from array import array
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +20,7 @@ from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.dflash.cpu import DFlash
 from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.cpu import Memory, Qwen
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -41,6 +43,15 @@ def _layers_of(pages: Array, first: int, n_layers: int, heads: AttentionHeads, k
     size, dtype = kv_pages(len(pages), n_layers, heads, kv)
     n_bytes = n_layers * kv.layer_bytes(heads.n_kv, heads.dim)
     return pages[:, first : first + n_bytes].view(dtype).reshape(size)
+
+
+def _index_of(pages: Array, shape: ModelShape) -> Array | None:
+    """The index in all pages, bfloat16 [n_pages, n_kv_layers, page_rows, d], behind keys and values."""
+    if (index := shape.index) is None:
+        return None
+    first = shape.n_kv_layers * shape.kv_format.layer_bytes(shape.n_kv_heads, shape.head_dim)
+    size = shape.n_kv_layers, index.page_rows, index.dim
+    return pages[:, first : first + math.prod(size) * 2].view(bfloat16).reshape(len(pages), *size)
 
 
 class Runner:
@@ -71,6 +82,11 @@ class Runner:
             columns=arena.allocate("columns", (plan.n_slots, shape.n_gdn_layers, 3, shape.conv_channels), bfloat16),
             window_columns=self.workspace.window_columns,
             window_gates=self.workspace.window_gates,
+            index_pages=_index_of(self.pages, shape),
+            ngram_columns=None
+            if (ngrams := shape.ngrams) is None
+            else arena.allocate("n-gram columns", (plan.n_slots, ngrams.window, shape.stream_size), bfloat16),
+            window_ngrams=self.workspace.window_ngrams,
         )
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), np.uint8)
         self.host: Bytes | None = host if plan.n_host_units else None
@@ -105,7 +121,7 @@ class Runner:
             self.pictures = PictureTower(plan, *vision, self.workspace.vision, rows)
             batch.angles = self.model.angles(0)
             if self.draft_head is not None:
-                self.draft_head.angles = self.model.angles(plan.n_batch_tokens)
+                self.draft_head.angles = self.model.angles(plan.n_made_angles // 2)
         self._warm_up()
         self.info = engine_info(
             plan, "cpu", vision[1] if vision is not None else None, kernels=self.program.instruction_set
@@ -126,13 +142,10 @@ class Runner:
 
         Raises ConfigError if that cannot be used.
         """
-        pages = self.pages
-        states, columns = (
-            array.view(np.uint8).reshape(len(array), -1) for array in (self.memory.states, self.memory.columns)
-        )
+        of_state = [memory.view(np.uint8).reshape(len(memory), -1) for memory in self.memory.of_slots()]
         self.tiers = Tiers(
-            lambda page: [pages[page]],
-            lambda state_slot: [states[state_slot], columns[state_slot]],
+            lambda page: [self.pages[page]],
+            lambda state_slot: [memory[state_slot] for memory in of_state],
             self.host,
             self.plan.shape.state_bytes,
             directory,
@@ -149,18 +162,17 @@ class Runner:
         batch, sampler = self.workspace.batch, self.workspace.sampler
         first_row = batch.fill(step)
         sampler.fill(step, first_row)
+        self.model.gather(batch.inputs, self.workspace.activations)
         self.program.run()
         result = sampler.read(step)
         if (head := self.draft_head or self.block_drafter) is not None:
             result.guesses, result.guess_s = head.follow(step, result.tokens)
         if self.pools is not None:
             result.vectors = self.pools.follow(step, self._hidden_of(step))
-        memory = self.memory
-        for source, target in step.slot_copies:
-            copy(memory.states[target], memory.states[source])
-            memory.columns[target] = memory.columns[source]
-        for source, target in step.page_copies:
-            self.pages[target] = self.pages[source]
+        for copies, arrays in ((step.slot_copies, self.memory.of_slots()), (step.page_copies, [self.pages])):
+            for source, target in copies:
+                for memory in arrays:
+                    copy(memory[target], memory[source])
         return result
 
     def _hidden_of(self, step: Step) -> RowsOf:
