@@ -31,6 +31,7 @@ from deltic.roofs import beyond_caches, multiply_peak, read_bandwidth
 from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.model import TextModel
 from deltic.runtime.plan import Plan, TextPlan
 from deltic.text import SamplingDefaults, Tokenizer
 
@@ -115,6 +116,11 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     decoders_gb = plan.decoders_bytes / 1e9
     if decoders_gb:
         console.print(f"Decoders of pictures may take up to {decoders_gb:.1f} GB of the host's memory more.")
+    if isinstance(model, TextModel) and (table_bytes := model.ngram_table_bytes()):
+        console.print(
+            f"The table of n-grams, {table_bytes / 1e9:.1f} GB, stays in its files: a token reads {plan.shape.ngrams.n_heads} rows of "
+            "it. Memory that nothing else takes keeps what was read."
+        )
     console.print(_fit_table(plan))
     if config.lora and not plan.speaks:
         for name, adapter in given_adapters(config, plan.shape).items():
@@ -143,6 +149,8 @@ def _parts(plan: Plan[Any]) -> str:
             f"80 ms, {SAMPLE_RATE} Hz"
         )
     sparse = f", {shape.n_active_params / 1e9:.2f} B active" if shape.is_moe else ""
+    if shape.ngrams is not None:
+        sparse += f", {shape.ngrams.n_params / 1e9:.2f} B in a table of n-grams"
     return f"{size}{sparse}, {shape.n_gdn_layers} DeltaNet + {shape.n_attn_layers} attention layers"
 
 
@@ -324,7 +332,19 @@ def _decode_bytes(weights: Weights, shape: ModelShape, n_seqs: int, context: int
         idle = (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
         experts = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, Moe)]
         n_bytes -= idle * sum(moe.gate_up.n_bytes + moe.down.n_bytes for moe in experts)
-    return n_bytes + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
+    return n_bytes + n_seqs * (2 * shape.state_bytes + _context_bytes(shape, context))
+
+
+def _context_bytes(shape: ModelShape, context: int) -> int:
+    """Bytes of keys and values that a token reads: of all tokens, or of those that an index chooses, and of it the
+    keys of all groups.
+    """
+    index = shape.index
+    if index is None:
+        return context * shape.kv_bytes_per_token
+    of_token = shape.n_kv_heads * shape.kv_format.head_bytes(shape.head_dim)
+    groups = context // index.ratio * index.dim * 2 if context > index.budget else 0
+    return shape.n_kv_layers * (min(context, index.budget) * of_token + groups)
 
 
 def decode_roof(plan: TextPlan, on_gpu: bool) -> float:

@@ -19,7 +19,7 @@ from deltic.models.fields import read_json
 from deltic.models.joint_head import HeadShape
 from deltic.models.loading import PACKED, Declaration, Store
 from deltic.models.packed import check_packed
-from deltic.models.qwen.ngram_table import NgramTable, dummy_ngram_table, ngram_table_of
+from deltic.models.qwen.ngram_table import NgramTable, check_ngram_table, dummy_ngram_table, ngram_table_of
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import AttnLayer, Weights, check_weights, dummy_weights, load_weights
@@ -114,6 +114,19 @@ class TextModel(Model[ModelShape]):
             return dummy_ngram_table(self.shape.ngrams, self.config.seed) if self.shape.ngrams else None
         return ngram_table_of(self.directory, self.shape.ngrams)
 
+    def ngram_table_bytes(self) -> int:
+        """Bytes of the table of n-grams in its files; of random weights, of one in bfloat16. 0: there is none.
+
+        Raises CheckpointError as `check_files` does.
+        """
+        if self.shape.ngrams is None:
+            return 0
+        return (
+            2 * self.shape.ngrams.n_params
+            if self.config.dummy
+            else check_ngram_table(self.directory, self.shape.ngrams)
+        )
+
     def load_tower(self, store: Store) -> tuple[Vision | None, list[str]]:
         """Weights of the vision tower, if one is run, with how the model wants its pictures; and notices."""
         if self.tower is None:
@@ -140,7 +153,7 @@ class TextModel(Model[ModelShape]):
             return
         if (self.directory / PACKED).exists():
             check_packed(self.directory / PACKED, self.shape)
-            self.ngram_table()
+            self.ngram_table_bytes()
         else:
             shape = self.cuts[0].whole if self.cuts else self.shape
             check_weights(self.directory, shape, self.config.rounded, store)

@@ -17,9 +17,9 @@ from torch import Tensor
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError
 from deltic.models.packed import map_packed, pack_model
-from deltic.models.qwen.ngram_table import dummy_ngram_table, ngram_table_of
+from deltic.models.qwen.ngram_table import check_ngram_table, dummy_ngram_table, ngram_table_of
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
-from deltic.models.qwen.weights import DraftHead, dummy_weights, load_weights, stored_shape
+from deltic.models.qwen.weights import DraftHead, check_weights, dummy_weights, load_weights, stored_shape
 from deltic.ops.arrays import bfloat16
 from tests.cpu.test_reference import needs_transformers, prompt, published_model
 from tests.plain import plain
@@ -29,6 +29,7 @@ from tests.reference.model import draft_states, draft_trunk, forward, trunk
 from tests.tensors import TiledOrder
 from tests.tiny import TOKEN_ID, tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
+from tests.tiny_quantised import tiny_quantised
 
 END = TOKEN_ID["<|endoftext|>"]
 N_TOKENS = 203  # of 50 whole groups 16 are chosen, and three tokens are behind them
@@ -363,3 +364,26 @@ def test_a_packed_model_has_its_table_beside_it(tmp_path: Path) -> None:
     assert not notices
     with pytest.raises(ConfigError, match="its table of n-grams stays in its files"):
         pack_model(EngineConfig(model=str(tiny_gguf("flash"))), tmp_path / "gguf", lambda stage, done: None)
+
+
+def test_the_sizes_of_a_table_are_checked_before_its_values(tmp_path: Path) -> None:
+    """As `deltic plan` does, which has the headers of files that are on the hub."""
+    path = changed_table(other_integers, tmp_path / "outline")
+    shape = ModelShape.from_directory(path)
+    assert shape.ngrams is not None
+    check_weights(path, shape, None)
+    assert check_ngram_table(path, shape.ngrams) == 2 * shape.ngrams.n_params
+
+
+@pytest.mark.parametrize("recipe", ["qwen-fp8", "nvfp4-modelopt", "awq-compressed"])
+def test_quantised_matrices_keep_their_formats_and_the_rest_its_bits(recipe: str) -> None:
+    tiny = tiny_quantised("flash", recipe, shards=2)
+    shape = stored_shape(tiny.path, ModelShape.from_directory(tiny.path))
+    weights, notices = load_weights(tiny.path, shape, quantize="int4")
+    layer = weights.layers[3]
+    expert = tiny.values["model.language_model.layers.3.mlp.experts.5.down_proj.weight"]
+    assert torch.equal(torch.from_numpy(layer.mlp.down.unpack()[5]), expert)  # type: ignore[union-attr]
+    kept = [layer.input_norm.down, layer.post_norm.up, layer.indexer.proj, weights.norm.down]  # type: ignore[union-attr]
+    assert {matrix.whole.format.name for matrix in kept} == {"bf16"}
+    assert weights.layers[1].ngrams.proj.whole.format.name == "int4"  # type: ignore[union-attr]
+    assert not notices and weights.ngram_table is not None

@@ -239,7 +239,10 @@ def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
     """Where none is, all sequences have one as a try."""
 
     def asked(chance: float, row_s: float, guess_s: float) -> list[int]:
-        return [draw.n_guesses for draw in planned(Record(10 * chance, 10.0), Record(10 * chance, 10.0), row_s, guess_s).draws]
+        return [
+            draw.n_guesses
+            for draw in planned(Record(10 * chance, 10.0), Record(10 * chance, 10.0), row_s, guess_s).draws
+        ]
 
     assert asked(0.9, 0.02, 0.02) == [8, 8]
     assert asked(0.9, 0.1, 0.1) == [5, 5]

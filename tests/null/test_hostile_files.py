@@ -29,6 +29,7 @@ from deltic.models.qwen.shape import MAX_END_IDS, ModelShape
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.text import SamplingDefaults, Tokenizer, TokenizerError
+from tests.tiny import tiny_config
 
 REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError)
 DEEP = "[" * 200_000
@@ -78,8 +79,12 @@ ROPE = {"mscale": 1.0, "mscale_all_dim": 1.0, "factor": 4.0, "original_max_posit
 YARN = {**CONFIG, "rope_parameters": {**CONFIG["rope_parameters"], "rope_type": "yarn"} | ROPE}
 
 
-@settings(deadline=2000, max_examples=300, suppress_health_check=list(HealthCheck))
-@given(mutated(CONFIG, {"text_config": None}) | mutated(YARN))
+FLASH = tiny_config("flash", tied=False, layout="flat")
+HASH = {"ngram_hash": {"multipliers": [3, 5, 7], "primes": [2] * 8, "offsets": [0] * 8, "n_rows": 16, "eos_id": 256}}
+
+
+@settings(deadline=2000, max_examples=400, suppress_health_check=list(HealthCheck))
+@given(mutated(CONFIG, {"text_config": None}) | mutated(YARN) | mutated(FLASH) | mutated(FLASH | HASH))
 def test_config(config: Any) -> None:
     if isinstance(config, dict):
         try:

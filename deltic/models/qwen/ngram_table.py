@@ -95,15 +95,35 @@ def ngram_table_of(path: Path, ngrams: NgramShape | None) -> NgramTable | None:
     """
     if ngrams is None:
         return None
-    found, files = _headers_of(path, ngrams.layer), MappedFiles()
+    parts, scale = _checked(path, ngrams)
+    files, found = MappedFiles(), _headers_of(path, ngrams.layer)
     for name, field in _INTEGERS.items():
-        if (header := found.pop(name, None)) is not None:
+        if (header := found.get(name)) is not None:
             said, made = files.read(header).ravel().tolist(), list(getattr(ngrams, field))
             if said != made:
                 raise CheckpointError(
                     f"{header.file}: the n-grams' {name} are {said[:2]}..., and the sizes and the seed of config.json make "
                     f"{made[:2]}...; get configuration and weights anew"
                 )
+    factor = 1.0 if scale is None else float(files.read(scale).astype(np.float32).ravel()[0])
+    if not (math.isfinite(factor) and factor > 0):
+        raise CheckpointError(
+            f"{parts[0].file}: ngram_embedding.weight_scale is {factor}, no scale; get the checkpoint anew"
+        )
+    blocks = parts[0].dtype if parts[0].dtype in QUANTISED else ""
+    return NgramTable([_mapped(part) for part in parts], ngrams.head_width, factor, blocks)
+
+
+def check_ngram_table(path: Path, ngrams: NgramShape) -> int:
+    """Raises what `ngram_table_of` does for names, sizes and types, without reading a value. Returns the bytes of
+    the table.
+    """
+    return sum(part.end - part.begin for part in _checked(path, ngrams)[0])
+
+
+def _checked(path: Path, ngrams: NgramShape) -> tuple[list[Header], Header | None]:
+    """The parts of the table in their order, and the scale of all of them, if they have one."""
+    found = {name: header for name, header in _headers_of(path, ngrams.layer).items() if name not in _INTEGERS}
     scale = found.pop("ngram_embedding.weight_scale", None)
     shards = {int(match[1] or 0): found.pop(name) for name in list(found) if (match := _SHARD.fullmatch(name))}
     if found:
@@ -132,13 +152,7 @@ def ngram_table_of(path: Path, ngrams: NgramShape | None) -> NgramTable | None:
             f"{first.file}: a table of n-grams in F8_E4M3 has one ngram_embedding.weight_scale, and no other has; this one is "
             f"{first.dtype} with{'' if scale else 'out'} it; get the checkpoint anew"
         )
-    factor = 1.0 if scale is None else float(files.read(scale).astype(np.float32).ravel()[0])
-    if not (math.isfinite(factor) and factor > 0):
-        raise CheckpointError(
-            f"{first.file}: ngram_embedding.weight_scale is {factor}, no scale; get the checkpoint anew"
-        )
-    blocks = first.dtype if first.dtype in QUANTISED else ""
-    return NgramTable([_mapped(shards[i]) for i in range(len(shards))], ngrams.head_width, factor, blocks)
+    return [shards[i] for i in range(len(shards))], scale
 
 
 def _headers_of(path: Path, layer: int) -> dict[str, Header]:

@@ -44,7 +44,7 @@ from deltic.models.loading import (
     without_skipped,
 )
 from deltic.models.mapped import read_header
-from deltic.models.qwen.ngram_table import NgramTable, dummy_ngram_table, ngram_table_of
+from deltic.models.qwen.ngram_table import NgramTable, check_ngram_table, dummy_ngram_table, ngram_table_of
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import Beside, StoredTensor, formats_of, in_ngram_table, one_name
@@ -265,7 +265,8 @@ def check_weights(
     """
     path, unused = Path(path), unused_parts(shape)
     tensors: Mapping[str, StoredTensor] = _stored_tensors(path, shape)
-    ngram_table_of(path, shape.ngrams)
+    if shape.ngrams is not None:
+        check_ngram_table(path, shape.ngrams)
     if cuts is not None:
         tensors = cuts.views(tensors)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in tensors), _FLAT_PREFIX)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ class VisionShape:
     @classmethod
     def published(cls, name: str, out_hidden_size: int) -> VisionShape | None:
         """The tower of a published model by its name, any case; None: it has none, or it is not known."""
-        sizes = PUBLISHED_SIZES.get(name.lower().removeprefix("qwen3.5-").removeprefix("qwen3.6-"))
+        sizes = PUBLISHED_SIZES.get(re.sub(r"^qwen3\.[568]-", "", name.lower()))
         if sizes is None:
             return None
         depth, hidden, n_heads, intermediate = sizes
@@ -126,6 +127,6 @@ PUBLISHED_SIZES = {
     "0.8b": (12, 768, 12, 3072),
     "2b": (24, 1024, 16, 4096),
     "4b": (24, 1024, 16, 4096),
-    **dict.fromkeys(("9b", "27b", "35b-a3b", "122b-a10b", "397b-a17b"), (27, 1152, 16, 4304)),
+    **dict.fromkeys(("9b", "27b", "35b-a3b", "122b-a10b", "397b-a17b", "flash-next"), (27, 1152, 16, 4304)),
 }
-"""Depth, width, heads and inner width of the towers of Qwen3.5 and 3.6, by the size in a model's name."""
+"""Depth, width, heads and inner width of the towers of Qwen3.5, 3.6 and 3.8, by the size in a model's name."""
