@@ -336,8 +336,8 @@ def _decode_bytes(weights: Weights, shape: ModelShape, n_seqs: int, context: int
 
 
 def _context_bytes(shape: ModelShape, context: int) -> int:
-    """Bytes of keys and values that a token reads: of all tokens, or of those that an index chooses, and of it the
-    keys of all groups.
+    """Bytes of keys and values that a token reads: of all tokens, or of those that an index chooses, and of
+    it the keys of all groups.
     """
     index = shape.index
     if index is None:

@@ -115,7 +115,8 @@ class TextModel(Model[ModelShape]):
         return ngram_table_of(self.directory, self.shape.ngrams)
 
     def ngram_table_bytes(self) -> int:
-        """Bytes of the table of n-grams in its files; of random weights, of one in bfloat16. 0: there is none.
+        """Bytes of the table of n-grams in its files; of random weights, of one in bfloat16. 0: there is
+        none.
 
         Raises CheckpointError as `check_files` does.
         """

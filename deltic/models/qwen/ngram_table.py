@@ -115,8 +115,8 @@ def ngram_table_of(path: Path, ngrams: NgramShape | None) -> NgramTable | None:
 
 
 def check_ngram_table(path: Path, ngrams: NgramShape) -> int:
-    """Raises what `ngram_table_of` does for names, sizes and types, without reading a value. Returns the bytes of
-    the table.
+    """Raises what `ngram_table_of` does for names, sizes and types, without reading a value. Returns the
+    bytes of the table.
     """
     return sum(part.end - part.begin for part in _checked(path, ngrams)[0])
 

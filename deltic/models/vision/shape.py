@@ -129,4 +129,5 @@ PUBLISHED_SIZES = {
     "4b": (24, 1024, 16, 4096),
     **dict.fromkeys(("9b", "27b", "35b-a3b", "122b-a10b", "397b-a17b", "flash-next"), (27, 1152, 16, 4304)),
 }
-"""Depth, width, heads and inner width of the towers of Qwen3.5, 3.6 and 3.8, by the size in a model's name."""
+"""Depth, width, heads and inner width of the towers of Qwen3.5, 3.6 and 3.8, by the size in a model's name.
+"""
