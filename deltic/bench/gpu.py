@@ -77,6 +77,7 @@ class GpuModel:
 
         format: of a dummy, see `dummy_formats`. Raises ConfigError.
         """
+        config = replace(config, max_drafts=config.max_drafts or 0)  # they are measured where they are asked for
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
         device.find_reach()
         run = settle_text(config, device, format)

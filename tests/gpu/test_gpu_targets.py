@@ -74,10 +74,10 @@ WITH_ADAPTERS = {
 WITH_ADAPTERS |= {"silu_lines_kernel", "prefill_silu_kernel", "gate_up_kernel", "prefill_gate_up_kernel"}
 """The same where rows may have adapters, of a mixture."""
 REGISTERS = {"cuda": 255, "hip": 512}
-SPILLED_BYTES = 88
+SPILLED_BYTES = 128
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product. Triton 3.9 leaves 72 of
 `gdn_keys`, which keeps to 64 registers on Hopper so that four programs fit, and 88 of a decode's attention with fp8 pages (0 in 3.6),
-which keeps to 168 for three."""
+which keeps to 168 for three. `_gdn_drafts_kernel` reads a token ahead with up to 128, and is 15 % faster than without (H200)."""
 
 
 @dataclass(frozen=True)

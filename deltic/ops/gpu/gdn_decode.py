@@ -351,6 +351,34 @@ def _keep(p_to, o_q, o_k, o_v, b_q, b_k, b_v, m_key, m_value):
     tl.store(p_to + o_v, b_v, mask=m_value)
 
 
+@triton.jit
+def _inputs(p_proj, p_window, p_gates, i, i_row, first, n_redo, n_new, o_q, o_k, o_v, o_value, m_key, m_value, i_head,
+            partial_stride, SPLITS: tl.constexpr, N_V: tl.constexpr, DV: tl.constexpr, N_CHANNELS: tl.constexpr,
+            WINDOW: tl.constexpr):
+    """Inputs b, a, q, k, v and z of the i-th token of a sequence's step, before its convolution: from the
+    window where it is redone, else from its row. None are read behind the last.
+    """
+    is_new, is_old = (i >= n_redo) & (i < n_redo + n_new), i < n_redo
+    new_key, new_value, old_key, old_value = m_key & is_new, m_value & is_new, m_key & is_old, m_value & is_old
+    N_COLUMNS: tl.constexpr = N_CHANNELS + N_V * DV + 2 * N_V
+    at = first + i
+    p_row = p_proj + (i_row + i - n_redo).to(tl.int64) * N_COLUMNS
+    p_kept = p_window + at % WINDOW * N_CHANNELS
+    p_gates += at % WINDOW * (2 * N_V)
+    b = _projection(p_row, N_CHANNELS + N_V * DV + i_head, is_new, partial_stride, SPLITS)
+    a = _projection(p_row, N_CHANNELS + N_V * DV + N_V + i_head, is_new, partial_stride, SPLITS)
+    b_q = _projection(p_row, o_q, new_key, partial_stride, SPLITS).to(tl.bfloat16)
+    b_k = _projection(p_row, o_k, new_key, partial_stride, SPLITS).to(tl.bfloat16)
+    b_v = _projection(p_row, o_v, new_value, partial_stride, SPLITS).to(tl.bfloat16)
+    b_z = _projection(p_row, N_CHANNELS + i_head * DV + o_value, new_value, partial_stride, SPLITS)
+    b = tl.where(is_new, b, tl.load(p_gates, mask=is_old, other=0.0))
+    a = tl.where(is_new, a, tl.load(p_gates + N_V, mask=is_old, other=0.0))
+    b_q = tl.where(is_new, b_q, tl.load(p_kept + o_q, mask=old_key, other=0.0))
+    b_k = tl.where(is_new, b_k, tl.load(p_kept + o_k, mask=old_key, other=0.0))
+    b_v = tl.where(is_new, b_v, tl.load(p_kept + o_v, mask=old_value, other=0.0))
+    return b, a, b_q, b_k, b_v, b_z
+
+
 @triton.jit(do_not_specialize=["n_rows", "layer"])
 def _gdn_drafts_kernel(
     p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_batch_slot, p_length, p_n_redo, p_columns, column_stride,
@@ -424,25 +452,19 @@ def _gdn_drafts_kernel(
     b_k3, b_k2, b_k1 = k_before
     b_v3, b_v2, b_v1 = v_before
     partial_stride = n_rows.to(tl.int64) * N_COLUMNS
+    p_all_gates = p_window_gates + batch_slot * window_gate_stride + i_head
+    inputs = _inputs(p_proj, p_window, p_all_gates, 0, i_row, first, n_redo, n_new, o_q, o_k, o_v, o_value, m_key,
+                     m_value, i_head, partial_stride, SPLITS, N_V, DV, N_CHANNELS, WINDOW)
     for i in range(n_redo + n_new):
         at = first + i
-        is_new, is_old = i >= n_redo, i < n_redo
-        new_key, new_value, old_key, old_value = m_key & is_new, m_value & is_new, m_key & is_old, m_value & is_old
+        is_new = i >= n_redo
         row = (i_row + i - n_redo).to(tl.int64)
-        p_row = p_proj + row * N_COLUMNS
         p_kept = p_window + at % WINDOW * N_CHANNELS
-        p_gates = p_window_gates + batch_slot * window_gate_stride + at % WINDOW * (2 * N_V) + i_head
-        b = _projection(p_row, N_CHANNELS + N_V * DV + i_head, is_new, partial_stride, SPLITS)
-        a = _projection(p_row, N_CHANNELS + N_V * DV + N_V + i_head, is_new, partial_stride, SPLITS)
-        b_q = _projection(p_row, o_q, new_key, partial_stride, SPLITS).to(tl.bfloat16)
-        b_k = _projection(p_row, o_k, new_key, partial_stride, SPLITS).to(tl.bfloat16)
-        b_v = _projection(p_row, o_v, new_value, partial_stride, SPLITS).to(tl.bfloat16)
-        b_z = _projection(p_row, N_CHANNELS + i_head * DV + o_value, new_value, partial_stride, SPLITS)
-        b = tl.where(is_new, b, tl.load(p_gates, mask=is_old, other=0.0))
-        a = tl.where(is_new, a, tl.load(p_gates + N_V, mask=is_old, other=0.0))
-        b_q = tl.where(is_new, b_q, tl.load(p_kept + o_q, mask=old_key, other=0.0))
-        b_k = tl.where(is_new, b_k, tl.load(p_kept + o_k, mask=old_key, other=0.0))
-        b_v = tl.where(is_new, b_v, tl.load(p_kept + o_v, mask=old_value, other=0.0))
+        p_gates = p_all_gates + at % WINDOW * (2 * N_V)
+        b, a, b_q, b_k, b_v, b_z = inputs
+        # those of the next token are on their way while this one is computed
+        inputs = _inputs(p_proj, p_window, p_all_gates, i + 1, i_row, first, n_redo, n_new, o_q, o_k, o_v, o_value,
+                         m_key, m_value, i_head, partial_stride, SPLITS, N_V, DV, N_CHANNELS, WINDOW)
         if is_new & is_lazy:
             _keep(p_kept, o_q, o_k, o_v, b_q, b_k, b_v, m_own, m_value)
             tl.store(p_gates, b)

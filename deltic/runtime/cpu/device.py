@@ -62,7 +62,6 @@ class TextOnCpu(TextKind):
         ("max_model_len", PAGE_SIZE),
     )
     max_checkpoints = 256
-    drafts = 8
     largest_picture = 4096  # 2,048 x 2,048 pixels take a CPU a minute
 
     def check(self, shape: ModelShape) -> None:
