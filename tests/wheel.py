@@ -23,6 +23,7 @@ LIBRARIES = {"x86_64": X86, "aarch64": ARM}
 CARRIED = {
     "deltic/ops/gpu/hopper.cu",
     "deltic/ops/gpu/hopper_codes.cu",
+    "deltic/ops/gpu/hopper_few.cu",
     "deltic/py.typed",
     "deltic/server/page/index.html",
     "deltic/server/page/main.js",

@@ -60,6 +60,34 @@ def test_kernels_fill_the_chip(n: int, name: str, side: int, monkeypatch: pytest
     assert hopper.kernel_for(256, 16384, 1, INT4) == hopper.CodesKernel(128, 128, INT4)
 
 
+def test_few_rows_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs, with three blocks on their way in each; what would not goes to Triton."""
+    monkeypatch.setattr(described, "chip", HOPPER)
+    monkeypatch.setattr(hopper, "works", lambda: True)
+
+    def chosen(n: int, m: int, k: int, splits: int, swiglu: bool = False, side: int = 0) -> hopper.Kernel | None:
+        runs = [(m, WEIGHT_FORMATS["fp8"]), *([(side, WEIGHT_FORMATS["bf16"])] if side else [])]
+        w = Matrix.empty(m + side, k, runs, "rows", 1, DeviceStore("meta").empty)
+        out = torch.empty((n, m // 2) if swiglu else (splits, n, w.n), device="meta")
+        columns = [out] if swiglu else out.split([segment.n for segment in w.segments], -1)
+        parts = list(zip(w.segments, columns, strict=True))
+        with Levers().bound():
+            assert hopper.pays(n, parts, swiglu, True) == (hopper._few_kernel(n, parts, swiglu) is not None)
+            assert not hopper.pays(n, parts, swiglu, False)
+        return hopper._few_kernel(n, parts, swiglu)
+
+    for n in (1, 8, 9, 16):
+        tokens = 8 if n <= 8 else 16
+        assert chosen(n, 34816, 5120, 1, swiglu=True) == hopper.FewKernel(272, tokens, BLOCKS, swiglu=True)
+        assert chosen(n, 16384, 5120, 1, side=96) == hopper.FewKernel(128, tokens, BLOCKS, 32)
+        assert chosen(n, 5120, 17408, 4) == hopper.FewKernel(160, tokens, BLOCKS)
+    assert chosen(1, 248320, 5120, 1) is None and chosen(16, 12288, 2048, 1, side=64) is not None
+    for width, n_blocks in ((272, 40), (320, 200), (32, 8)):
+        kernel = hopper.FewKernel(width, 16, BLOCKS)
+        free = hopper._shared_bytes() - hopper.ALIGNMENTS - kernel.table_bytes(n_blocks)
+        assert kernel.stage_bytes * 3 < free
+
+
 def test_what_cannot_compile_is_told_and_not_chosen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,7 +103,7 @@ def test_what_cannot_compile_is_told_and_not_chosen(
     try:
         assert not hopper.works() and not hopper.works()
         (said,) = (record.message for record in caplog.records)
-        assert "33 rows and more, of SwiGLU in e4m3 17, up to twice as slow: no builtins" in said
+        assert "Triton multiplies e4m3, and 33 rows and more, slower: no builtins" in said
     finally:
         hopper._has_compiler.cache_clear()
 
@@ -83,7 +111,8 @@ def test_what_cannot_compile_is_told_and_not_chosen(
 @pytest.mark.parametrize(
     "kernel",
     [hopper.Kernel(160, 128, FP8), hopper.Kernel(160, 128, BLOCKS), hopper.Kernel(144, 64, BLOCKS), hopper.Kernel(128, 128, FP8, 96),
-     hopper.Kernel(64, 64, FP8, 48), hopper.Kernel(160, 128, hopper.HopperFormat(hopper.BF16)), hopper.CodesKernel(192, 128, SMALL_GROUPS, 96),
+     hopper.Kernel(64, 64, FP8, 48), hopper.Kernel(160, 128, hopper.HopperFormat(hopper.BF16)), hopper.FewKernel(272, 16, BLOCKS, swiglu=True),
+     hopper.FewKernel(160, 8, BLOCKS), hopper.FewKernel(128, 16, BLOCKS, 32), hopper.CodesKernel(192, 128, SMALL_GROUPS, 96),
      hopper.CodesKernel(320, 64, SMALL_GROUPS), hopper.CodesKernel(128, 64, SMALL_GROUPS, 48), hopper.CodesKernel(192, 128, INT4), hopper.CodesKernel(256, 96, INT4)],
     ids=str,
 )  # fmt: skip
@@ -97,7 +126,8 @@ def test_it_compiles_without_spills(kernel: hopper.Kernel, tmp_path: Path, monke
     tool = triton.knobs.nvidia.cuobjdump.path
     said = subprocess.run([tool, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    assert registers <= 168 and stack == 0, said
+    most = 112 if isinstance(kernel, hopper.FewKernel) else 168
+    assert registers <= most and stack == 0, said
 
 
 def rows_in(name: str, *runs: int, k: int) -> Matrix:
@@ -170,13 +200,14 @@ def test_it_has_the_bits_of_the_narrow_kernel(
     w = rows_in(name, *runs, k=k)
     blocks = block_scales(w.segments[0])
     assert (blocks is not None) == (name == "fp8 in blocks")
-    for n in (36, 64, 68, 128, 132, 300, 512):
+    few = (1, 3, 8, 9, 16) if blocks is not None else ()
+    for n in (*few, 36, 64, 68, 128, 132, 300, 512):
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16()
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
         ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
         narrow_linear(x, w, theirs, rows=rows, config=config_for(n, w, splits))
         parts = list(zip(w.segments, ours.split([segment.n for segment in w.segments], -1), strict=True))
-        assert hopper.pays(n, parts, False)
+        assert hopper.pays(n, parts, False, blocks is not None)
         narrow_linear(x, w, ours, rows=rows, blocks=blocks)
         assert same(ours, theirs) and not ours.isnan().any(), n
         if splits == 1 == len(runs) and name.startswith("fp8"):
@@ -197,7 +228,7 @@ def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(hopper, "FEWEST_SMALL_GROUPS", hopper.FEWEST)
     w = rows_in(name, m, k=k)
     blocks = block_scales(w.whole)
-    few = (20, 32) if name.startswith("fp8") else ()
+    few = ((1, 5, 16) if blocks is not None else ()) + ((20, 32) if name.startswith("fp8") else ())
     for n in (*few, 36, 64, 68, 128, 300):
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16() * 3
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
@@ -206,7 +237,7 @@ def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, n
             patch.setattr(linear, "VENDOR_ROWS", 1 << 30)
             with Levers(hopper=False).bound():
                 narrow_swiglu(x, w, theirs, rows=rows)
-        assert hopper.pays(n, [(w.whole, ours)], True)
+        assert hopper.pays(n, [(w.whole, ours)], True, blocks is not None)
         narrow_swiglu(x, w, ours, rows=rows, blocks=blocks)
         assert same(ours, theirs) and not ours.isnan().any(), n
 

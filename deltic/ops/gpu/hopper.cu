@@ -5,7 +5,8 @@
 // busy. One thread copies blocks of 128 bytes of K to shared memory (TMA), as many ahead as fit, and those of w
 // before the kernel in front has ended. Two groups of four warps multiply them in order of K: bfloat16 into one
 // float32 accumulator; e4m3 into one for each block, which is multiplied with both scales and added. Those are the
-// bits of ops/gpu/linear.py's and fp8.py's kernels, whatever the width. Codes of 4 bits are in hopper_codes.cu.
+// bits of ops/gpu/linear.py's and fp8.py's kernels, whatever the width. Codes of 4 bits are in
+// hopper_codes.cu, up to 16 rows of x beside e4m3 in hopper_few.cu.
 //
 // hopper.py writes in front of this: WIDTH and SIDE_WIDTH, rows of w of a group of warps (a multiple of 16);
 // TOKEN_TILES, of 64 rows, of a program: 1, and each group has rows of w of its own, or 2, and each group has a
@@ -120,6 +121,13 @@ constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
 // In hopper_codes.cu, which hopper.py puts behind this.
 __device__ __forceinline__ void product_of_codes(
     const TensorMap* w_map, const TensorMap* x_map, const Arguments& g, int n_stages, int first_tile, int step);
+#endif
+
+#if FEW
+// In hopper_few.cu, which hopper.py puts behind this.
+template <int FORM_OF_W, int HALF, bool IS_GATED>
+__device__ __forceinline__ void product_of_few(
+    const TensorMap* w_map, const TensorMap* x_map, const Arguments& g, int n_stages, int tile);
 #endif
 
 // The tiles first_tile, first_tile + step, ... of a product. The tiles of rows of x of one tile of w are
@@ -339,13 +347,20 @@ extern "C" __global__ void __launch_bounds__(FORM == 2 ? 128 * GROUPS + 32 : WID
 ) {
 #if SIDE_WIDTH
   if (blockIdx.x >= n_programs) {
+#if FEW
+    product_of_few<IN_BFLOAT16, SIDE_WIDTH / 2, false>(
+        &side_w_map, &side_x_map, side, side_stages, blockIdx.x - n_programs);
+#else
     product<SIDE_WIDTH, TOKEN_TILES, IN_BFLOAT16>(
         &side_w_map, &side_x_map, side, side_stages, blockIdx.x - n_programs, gridDim.x - n_programs);
+#endif
     return;
   }
 #endif
 #if FORM == 2
   product_of_codes(&w_map, &x_map, g, n_stages, blockIdx.x, n_programs);
+#elif FEW
+  product_of_few<FORM, WIDTH / 2, IS_SWIGLU>(&w_map, &x_map, g, n_stages, blockIdx.x);
 #else
   product<WIDTH, TOKEN_TILES, FORM>(&w_map, &x_map, g, n_stages, blockIdx.x, n_programs);
 #endif

@@ -1,11 +1,13 @@
-"""Products of some tens to hundreds of rows on Hopper: hopper.cu, compiled for the width that suits a weight.
+"""Products of up to some hundreds of rows on Hopper: hopper.cu, compiled for the width that suits a weight.
 
 Triton's kernels (linear.py, fp8.py) hold a tile of few rows of w in a program, and wait for each block of
 it in turn. Here the weight's rows are spread over the multiprocessors as evenly as multiples of 16 allow, one
 warp copies ahead for the others, and weights are on their way before the kernel in front has ended. The bits
 are the same.
 
-Codes of 4 bits are the left side of the product, decoded by the warps that multiply (hopper_codes.cu).
+Codes of 4 bits are the left side of the product, decoded by the warps that multiply (hopper_codes.cu). So is
+e4m3 where rows of x are few (hopper_few.cu): such a product waits for memory alone, and its programs stand
+beside those of the kernel in front.
 
 The source is CUDA C++. The compiler (NVRTC) and its bindings come with torch; what it makes is kept beside
 Triton's cache. Where it cannot compile, Triton's kernels do all.
@@ -45,6 +47,7 @@ log = logging.getLogger("deltic.engine")
 
 SOURCE = Path(__file__).with_suffix(".cu")
 SOURCE_OF_CODES = SOURCE.with_name("hopper_codes.cu")
+SOURCE_OF_FEW = SOURCE.with_name("hopper_few.cu")
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160)
 """Rows of w that a group of warps may have. Of more, e4m3's two sums of each do not fit into registers."""
 WIDE = 128
@@ -61,6 +64,10 @@ part of the product, and in bfloat16.
 """
 FEWEST_SMALL_GROUPS, MOST_CODES = 65, 256
 """Rows from which groups of fewer than 128 codes were measured, and up to which all were."""
+FEW_TOKENS, MOST_FEW_WIDTH = (8, 16), 320
+"""Rows of x of a program of few, and rows of w that it may have: more do not run at once, or leave too few
+blocks on their way.
+"""
 CODE_ROWS, MOST_GROUPS = 64, {64: 5, 96: 4, 128: 3}
 """Rows of codes of a group of warps; groups whose sums fit into registers, by rows of x of a program."""
 CODE_STAGES = {2: 5, 3: 4, 4: 3, 5: 3}
@@ -114,6 +121,8 @@ class Kernel:
     form: HopperFormat
     side_width: int = 0
     """Width of a second weight beside it, in bfloat16; 0: there is none."""
+    swiglu: bool = False
+    """True for one of few rows that ends in SwiGLU."""
     files: ClassVar[tuple[Path, ...]] = (SOURCE,)
 
     @property
@@ -172,6 +181,10 @@ class Kernel:
         """Rows of w that are copied at once."""
         return self.width // (2 if swiglu else 1)
 
+    def table_bytes(self, n_blocks: int) -> int:
+        """Shared memory beside stages, where a program multiplies so many blocks of K."""
+        return 0
+
     def source(self) -> str:
         """CUDA C++."""
         names = {
@@ -188,6 +201,8 @@ class Kernel:
             "TOKENS": self.tokens,
             "PIECE": 2 if self.groups <= (2 if self.form.group == 32 else 3) else 1,
             "X_BLOCKS": self.x_blocks,
+            "FEW": int(isinstance(self, FewKernel)),
+            "IS_SWIGLU": int(self.swiglu),
         }
         defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
         made = {self.instruction} | ({self.beside.instruction} if self.side_width else set())
@@ -227,6 +242,44 @@ class CodesKernel(Kernel):
 
     def box_rows(self, swiglu: bool) -> int:
         return CODE_ROWS // 2
+
+
+class FewKernel(Kernel):
+    """The same of few rows of x: rows of w are the left side, those of a program in two halves."""
+
+    files = (SOURCE, SOURCE_OF_FEW)
+
+    @property
+    def is_wide(self) -> bool:
+        return False
+
+    @property
+    def x_rows(self) -> int:
+        return self.tokens
+
+    @property
+    def rows(self) -> int:
+        return self.width
+
+    @property
+    def stage_bytes(self) -> int:
+        return 128 * (self.tokens + self.width) + 16
+
+    @property
+    def beside(self) -> Kernel:
+        return FewKernel(self.side_width, self.tokens, HopperFormat(BF16))
+
+    @property
+    def instruction(self) -> str:
+        return _instruction(self.tokens, self.form.kind == E4M3)
+
+    def box_rows(self, swiglu: bool) -> int:
+        return self.width // 2
+
+    def table_bytes(self, n_blocks: int) -> int:
+        half = self.width // 2
+        scales = 2 * (-(-half // 128) + 1) + self.tokens if self.form.kind == E4M3 else 0
+        return -half % 64 * 128 + 4 * n_blocks * scales  # and what the last tile reads behind its rows
 
 
 _DECLARED = """template <int N, bool IS_E4M3>
@@ -270,8 +323,7 @@ def _has_compiler() -> bool:
         except Exception as raised:  # what a missing library raises is the bindings' own
             error = raised
     if torch.cuda.is_available():
-        said = f"{FEWEST} rows and more, of SwiGLU in e4m3 {FEWEST_SWIGLU}"
-        log.warning("NVRTC cannot compile: Triton multiplies %s, up to twice as slow: %s", said, error)
+        log.warning("NVRTC cannot compile: Triton multiplies e4m3, and %d rows and more, slower: %s", FEWEST, error)
     return False
 
 
@@ -280,14 +332,15 @@ def works() -> bool:
     return not INTERPRETED and chip().is_hopper and _has_compiler()
 
 
-def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
+def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, in_blocks: bool) -> bool:
     """Returns whether n rows are multiplied by these segments here: one, or one and a smaller one in
-    bfloat16. parts: each with its out, as `narrow_linear` has them.
+    bfloat16. parts: each with its out, as `narrow_linear` has them. in_blocks: the first has `block_scales`.
     """
     (segment, out), *others = parts
     splits, form = len(out) if out.ndim == 3 else 1, hopper_format(segment.format)
     fewest = FEWEST_SWIGLU if swiglu and form is not None and form.kind == E4M3 else FEWEST
-    if form is None or n < fewest or not bound_levers().hopper:
+    few = _few_kernel(n, parts, swiglu) if in_blocks else None
+    if form is None or (n < fewest and few is None) or not bound_levers().hopper:
         return False
     if form.kind == E4M3:
         most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE
@@ -298,12 +351,31 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
     if n > most or (0 < form.group < 128 and n < FEWEST_SMALL_GROUPS) or not works():
         return False
     shaped = all(part.layout == "rows" and part.n_matrices == 1 and part.n % 16 == 0 for part, _ in parts)
-    shaped &= segment.k // splits % form.block == 0 and (n % 4 == 0 or form.kind != E4M3) and segment.n % 32 == 0
+    shaped &= segment.k // splits % form.block == 0 and segment.n % 32 == 0
+    shaped &= n % 4 == 0 or form.kind != E4M3 or few is not None  # scales of x are copied by 16 bytes
     shaped &= all(to.stride(-1) == 1 and to.storage_offset() % 4 == 0 for _, to in parts)
     # two are written at once
     shaped &= all(stride % 2 == 0 for _, to in parts for stride in to.stride()[:-1])
     beside = len(others) <= 1 and all(part.format.codes == "bf16" and part.n <= 2 * WIDTHS[2] for part, _ in others)
     return shaped and beside and segment.n >= WIDTHS[0] * 2
+
+
+def _few_kernel(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> Kernel | None:
+    """The kernel of n rows by these segments, e4m3 in blocks first, if they are few, and all its programs run
+    at once.
+    """
+    (segment, out), *others = parts
+    form, splits, m = hopper_format(segment.format, True), len(out) if out.ndim == 3 else 1, out.shape[-1]
+    tokens = next((tokens for tokens in FEW_TOKENS if n <= tokens), 0)
+    side, m = sum(part.n for part, _ in others), 2 * m if swiglu else m
+    width = next(
+        (w for w in range(32, MOST_FEW_WIDTH + 16, 16) if -(-m // w) * splits <= chip().n_sms - bool(side)), 0
+    )
+    if not tokens or not width or form is None or form.kind != E4M3:
+        return None
+    left = chip().n_sms - -(-m // width) * splits
+    side_width = next((few for few in range(16, side + 16, 16) if -(-side // few) <= left), 0)
+    return FewKernel(width, tokens, form, side_width, swiglu)
 
 
 def kernel_for(n: int, m: int, splits: int, form: HopperFormat, side: int = 0) -> Kernel:
@@ -498,7 +570,8 @@ def _given(
     a.tiles_m = -(-out.shape[-1] // (kernel.rows // (2 if swiglu else 1)))
     a.n_tiles = a.tiles_n * a.tiles_m * splits
     a.out_kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
-    n_stages = (_shared_bytes() - ALIGNMENTS - code_stages * code_bytes) // kernel.stage_bytes
+    beside_stages = ALIGNMENTS + kernel.table_bytes(a.n_blocks) + code_stages * code_bytes
+    n_stages = (_shared_bytes() - beside_stages) // kernel.stage_bytes
     assert n_stages >= 2, "a block is released when the next one is being multiplied"
     w_bytes, w_each = int(segment.k * segment.format.bits) // 8, 2 if segment.format.codes == "bf16" else 1
     return _Given(
@@ -518,7 +591,9 @@ def multiply(
     (segment, out), *others = parts
     n, form, splits = len(x), hopper_format(segment.format, in_blocks), len(out) if out.ndim == 3 else 1
     assert form is not None
-    kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
+    kernel = _few_kernel(n, parts, swiglu) if in_blocks else None
+    if kernel is None:
+        kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
     launches.n += 1
     if launches.compile_only:  # no weights are there yet
         _begin(kernel)

@@ -58,7 +58,7 @@ class Levers:
         default=True, metadata={"text": "SwiGLU gate inside gate_up", "exact": True}
     )
     hopper: bool = dataclasses.field(
-        default=True, metadata={"text": "multiply tens to hundreds of rows by hopper.cu", "exact": True}
+        default=True, metadata={"text": "multiply by hopper.cu where it is faster", "exact": True}
     )
     fused_sums: bool = dataclasses.field(
         default=True, metadata={"text": "sums over GPUs inside the norm", "exact": True}

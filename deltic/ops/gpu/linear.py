@@ -14,8 +14,9 @@ A weight is a Matrix, whose segments are multiplied one after another, of narrow
 other: a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other
 formats than bf16 the narrow kernel makes operands of a segment on their way to the tensor cores
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
-bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, tens to
-hundreds of rows of bf16, e4m3 and 4 bits are multiplied by hopper.py, to the same bits again.
+bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, e4m3
+in blocks, and tens to hundreds of rows of bf16, e4m3 and 4 bits are multiplied by hopper.py, to the same bits
+again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -373,7 +374,7 @@ def _multiply(
     m_used = m if swiglu else out.shape[-1]
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", segment.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
-    if config is None and hopper.pays(n, parts, swiglu):
+    if config is None and hopper.pays(n, parts, swiglu, in_blocks):
         hopper.multiply(x, parts, swiglu, rows, in_blocks)
         return
     sizes = n, m_used, k // splits, splits
@@ -462,7 +463,7 @@ def narrow_linear(
     check("linear", out.shape[-2] == n and fits, f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
     parts = list(_columns(w, out)) if m == w.n else [(w.whole, out)]
-    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False))
+    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False, blocks is not None))
     if not (whole or ours) and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0]):
         matmul_slices(x, rows_of("linear", w)[:m], out)
         return
@@ -493,7 +494,7 @@ def narrow_swiglu(
     several = len(w.segments) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    ours = not several and hopper.pays(len(x), [(w.whole, out)], True)
+    ours = not several and hopper.pays(len(x), [(w.whole, out)], True, blocks is not None)
     vendor = not ours and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
     if not ours and gate_up is not None and not several and not is_bf16(w):
         vendor = vendor_pays_e4m3(w.whole, gate_up[0])
