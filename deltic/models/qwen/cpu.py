@@ -210,7 +210,7 @@ def check_kernels(shape: ModelShape) -> None:
     Called before anything is loaded.
     """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
-    limits = (
+    limits: tuple[tuple[str, object, bool, str], ...] = (
         (
             "head_dim",
             shape.head_dim,

@@ -47,11 +47,12 @@ def _layers_of(pages: Array, first: int, n_layers: int, heads: AttentionHeads, k
 
 def _index_of(pages: Array, shape: ModelShape) -> Array | None:
     """The index in all pages, bfloat16 [n_pages, n_kv_layers, page_rows, d], behind keys and values."""
-    if (index := shape.index) is None:
+    if (heads := shape.index) is None:
         return None
     first = shape.n_kv_layers * shape.kv_format.layer_bytes(shape.n_kv_heads, shape.head_dim)
-    size = shape.n_kv_layers, index.page_rows, index.dim
-    return pages[:, first : first + math.prod(size) * 2].view(bfloat16).reshape(len(pages), *size)
+    size = shape.n_kv_layers, heads.page_rows, heads.dim
+    index: Array = pages[:, first : first + math.prod(size) * 2].view(bfloat16)
+    return index.reshape(len(pages), *size)
 
 
 class Runner:
