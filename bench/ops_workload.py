@@ -65,7 +65,7 @@ class Workload:
         self.n_seqs = min(MAX_DECODES, max_rows)
         n_tokens = CONTEXT + max_rows
         n_seq_pages = pages_for(n_tokens)
-        self.batch = Batch(max_rows, self.n_seqs, n_seq_pages, max_rows, allocate)
+        self.batch = Batch(shape, max_rows, self.n_seqs, n_seq_pages, max_rows, allocate)
         self.sampler = Sampler(
             self.n_seqs, n_tokens, max_rows, DrawnIds(shape.vocab_size, shape.vocab_size, ()), n_threads, allocate
         )
