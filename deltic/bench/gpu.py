@@ -77,9 +77,9 @@ class GpuModel:
 
         format: of a dummy, see `dummy_formats`. Raises ConfigError.
         """
-        config = replace(config, max_drafts=config.max_drafts or 0)  # they are measured where they are asked for
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
         device.find_reach()
+        device.text.drafts = 0  # measured where they are asked for
         run = settle_text(config, device, format)
         if run.shape.has_draft_head and device.n_cuts > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")

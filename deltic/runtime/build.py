@@ -40,7 +40,7 @@ from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
-from deltic.runtime.plan import DRAFTS, SpeechPlan, TextKind, TextPlan, make_plan
+from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
 from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.voices import open_voices
 
@@ -154,7 +154,7 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
     shape = replace(shape, keeps_hidden=embedder is not None or joint_head is not None)
     max_drafts = device.text.max_drafts(config, shape)
     if drafter is not None and config.max_drafts is None:
-        max_drafts = max(max_drafts, min(DRAFTS, drafter.shape.most_guesses))
+        max_drafts = max(max_drafts, min(device.text.drafts, drafter.shape.most_guesses))
     if config.max_drafts is None and device.n_cuts > 1:
         max_drafts = 0  # what they bring on several GPUs is not known
     if max_drafts and device.n_cuts > device.n_gpus:

@@ -288,8 +288,6 @@ TextPlan = Plan[ModelShape]
 SpeechPlan = Plan[SpeechShape]
 
 
-DRAFTS = 8
-"""Tokens of a draft, at most, by default, but for models up to CACHED_BYTES."""
 CACHED_BYTES = 64 << 20
 """Weights of up to this many stay in a processor's caches. There a row costs nearly as much as a step, and
 drafts, which save reading weights, save nothing.
@@ -386,6 +384,8 @@ class Kind(ABC, Generic[S]):
 class TextKind(Kind[ModelShape]):
     """Language models on a kind of device."""
 
+    drafts: int = 8
+    """The default of --max-drafts, but for models up to CACHED_BYTES."""
     largest_picture: int
     """The default of --max-picture-tokens."""
 
@@ -401,7 +401,7 @@ class TextKind(Kind[ModelShape]):
         """Tokens of a draft, at most. 0: none are made."""
         if config.max_drafts is not None:
             return config.max_drafts
-        return DRAFTS if self.weight_bytes(shape, config.rounded) > CACHED_BYTES else 0
+        return self.drafts if self.weight_bytes(shape, config.rounded) > CACHED_BYTES else 0
 
     def picture_tokens(self, config: EngineConfig) -> int:
         return self.largest_picture if config.max_picture_tokens is None else config.max_picture_tokens
