@@ -136,7 +136,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
 
 
 def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
-    """Makes weights that take no memory."""
+    """Makes weights that take no memory: all that the model has, also where random ones would not fit."""
+    shape = dataclasses.replace(shape, shares_experts=False)
     return empty_weights(shape, quantize, shape.tie_word_embeddings, store)
 
 

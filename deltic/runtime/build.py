@@ -341,7 +341,14 @@ def build_runner(
 
 def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _Start) -> tuple[TextRunner, str]:
     """A runner of a language model, with its cache, and its precision."""
-    plan = make_plan(device.text, model, free_bytes)
+    try:
+        plan = make_plan(device.text, model, free_bytes)
+    except ConfigError:
+        if model.config.dummy is None or not model.shape.is_moe or model.cuts:
+            raise
+        model = replace(model, shape=replace(model.shape, shares_experts=True))
+        plan = make_plan(device.text, model, free_bytes)
+        start.notices.append("random experts of each layer do not fit: all layers have those of the first")
     start.lap("plan")
     compiling = device.begin_compiling(plan)  # beside reading the weights
     weights, loaded = device.text_weights(model, plan, start.progress)

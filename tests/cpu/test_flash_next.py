@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from deltic.models.fields import CheckpointError
 from deltic.models.packed import map_packed, pack_model
 from deltic.models.qwen.ngram_table import check_ngram_table, dummy_ngram_table, ngram_table_of
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
-from deltic.models.qwen.weights import DraftHead, check_weights, dummy_weights, load_weights, stored_shape
+from deltic.models.qwen.weights import DraftHead, Moe, check_weights, dummy_weights, load_weights, stored_shape
 from deltic.ops.arrays import bfloat16
+from deltic.runtime.build import build_runner, needs_of
+from deltic.runtime.cpu.device import Cpu
 from tests.cpu.test_reference import needs_transformers, prompt, published_model
 from tests.plain import plain
 from tests.reference import flash_next
@@ -387,3 +390,24 @@ def test_quantised_matrices_keep_their_formats_and_the_rest_its_bits(recipe: str
     assert {matrix.whole.format.name for matrix in kept} == {"bf16"}
     assert weights.layers[1].ngrams.proj.whole.format.name == "int4"  # type: ignore[union-attr]
     assert not notices and weights.ngram_table is not None
+
+
+def test_random_experts_that_do_not_fit_are_those_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ModelShape.from_directory(tiny_checkpoint("flash"))
+    monkeypatch.setitem(PUBLISHED, "tiny", shape)
+    shared = replace(shape, shares_experts=True)
+    n_bytes, least = (dummy_weights(one).n_bytes for one in (shape, shared))
+    moe = dummy_weights(shape).layers[0].mlp
+    assert isinstance(moe, Moe) and n_bytes - least == 3 * (moe.gate_up.n_bytes + moe.down.n_bytes)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 256, "max_step_tokens": 64, "n_pages": 12}
+    config = EngineConfig(dummy="tiny", threads=2, n_checkpoints=0, max_drafts=0, **sizes)
+    needed = needs_of(config, {}, None).n_bytes
+    notices = []
+    for room in (needed + 10**6, needed - (n_bytes - least) // 2):
+        runner = build_runner(replace(config, memory_gb=room / 1e9), lambda stage, done: None, Cpu())
+        notices.append([notice for notice in runner.info.notices if "random experts" in notice])
+        layers = runner.model.weights.layers  # type: ignore[attr-defined]
+        assert (layers[0].mlp.gate_up is layers[3].mlp.gate_up) == bool(notices[-1])
+    assert [len(each) for each in notices] == [0, 1]
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        needs_of(replace(config, memory_gb=(needed - (n_bytes - least) // 2) / 1e9), {}, None)

@@ -129,6 +129,8 @@ class ModelShape:
     """Rows of the head, where it is a part of one (models/qwen/shard.py). 0: all of the vocabulary."""
     most_drafted: int = N_DRAFTED
     """Ids that a draft head may guess, at most."""
+    shares_experts: bool = False
+    """True if all layers have the experts of the first: random ones, where those of each layer do not fit."""
     keeps_hidden: bool = False
     """True if a step keeps the hidden states of all its rows behind the final norm: an embedder's."""
     feature_layers: tuple[int, ...] = ()
@@ -416,6 +418,7 @@ def rotary_frequencies(n: int, theta: float, yarn: YarnScaling | None) -> list[f
 
 HOW_IT_RUNS = frozenset(
     (
+        "shares_experts",
         "formats",
         "tiled_value_heads",
         "has_draft_head",

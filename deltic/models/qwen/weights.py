@@ -400,7 +400,18 @@ def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generat
 
 def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, store: Store = COUNTED) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
-    return declare_weights(Declaration(quantize, store, shape.formats), shape, tied)
+    declared = SharedExperts if shape.shares_experts else Declaration
+    return declare_weights(declared(quantize, store, shape.formats), shape, tied)
+
+
+class SharedExperts(Declaration):
+    """Makes the experts of all layers one time: those of the first."""
+
+    def matrix(self, k: int, *stored: Stored, role: Role = "plain", n_matrices: int = 1) -> Matrix:
+        alike = [part.target for part in self.plan if isinstance(part.target, Matrix) and part.target.k == k]
+        n = sum(sum(one.sizes) for one in stored) // n_matrices
+        shared = next((one for one in alike if one.n_matrices == n_matrices > 1 and one.n == n), None)
+        return shared or super().matrix(k, *stored, role=role, n_matrices=n_matrices)
 
 
 def declare_weights(
