@@ -163,7 +163,14 @@ def test_what_is_unlike_its_like_is_seen_with_nothing_beside_it(tmp_path: Path) 
     assert any(text.startswith(f"{LAYERS}1.mlp.up_proj.weight: its values are 1") for text in found.said)
 
 
-SOUND = [("dense", "bf16"), ("moe", "split"), ("dense", "qwen-fp8"), ("moe", "gguf Q4_0"), ("next", "gguf Q8_0")]
+SOUND = [
+    ("dense", "bf16"),
+    ("flash", "bf16"),
+    ("moe", "split"),
+    ("dense", "qwen-fp8"),
+    ("moe", "gguf Q4_0"),
+    ("next", "gguf Q8_0"),
+]
 FORMATS = [*RECIPES, *(f"gguf {type}" for type in ("F16", "Q5_1", "Q4_0", "MXFP4"))]
 GRID = [*SOUND, *((kind, format) for kind in ("moe", "dense") for format in FORMATS if (kind, format) not in SOUND)]
 
@@ -412,6 +419,13 @@ def test_a_layer_that_is_wrong_is_named(kind: str, format: str) -> None:
     found = judged(look)
     named = [text.partition(":")[0] for text in found.said]
     assert named == ["layer 1, DeltaNet", "layer 2, feed-forward"]
+
+
+@needs_transformers
+def test_layers_over_several_streams_are_skipped() -> None:
+    files, page = Files(tiny_checkpoint("flash"), "model"), Page({})
+    of = verify.Verification(page, files, None, None, argparse.Namespace(), EngineConfig())
+    assert of._layers(None, {}, tell) == {} and page.checks[0].verdict == "skipped"
 
 
 @needs_transformers
