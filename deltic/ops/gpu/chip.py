@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.language.target_info import is_hip
+from triton.language.target_info import cuda_capability_geq, is_hip
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -128,7 +128,7 @@ def emulate(name: str) -> None:
     """
     described.chip, described.emulated = CHIPS[name], name
     triton.knobs.runtime.override_arch = name.replace("_", "")
-    os.environ.pop("TRITON_OVERRIDE_ARCH", None)  # set by Triton for other processes, which emulate nothing
+    os.environ.pop("TRITON_OVERRIDE_ARCH", None)  # for other processes, of which those that compile get it
     triton.knobs.runtime.kernel_load_start_hook.add(_check_shared)
     if torch.cuda.is_available():
         _, total = torch.cuda.mem_get_info()
@@ -150,6 +150,13 @@ def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[
     if chip().has_hopper_copies:
         return TensorDescriptor(matrix, [n_rows, width], [stride, 1], [*block])
     return matrix, stride
+
+
+@triton.constexpr_function
+def converts_e4m3():
+    """Returns whether the architecture that is compiled for has e4m3: Ada and later."""
+    arch = triton.knobs.runtime.override_arch
+    return cuda_capability_geq(8, 9) and (arch is None or int(arch[2:]) >= 89)
 
 
 @triton.jit

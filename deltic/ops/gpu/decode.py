@@ -40,10 +40,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
 from deltic.ops import formats
 from deltic.ops.formats import WeightFormat
+from deltic.ops.gpu.chip import converts_e4m3
 from deltic.ops.gpu.launch import INTERPRETED
 from deltic.ops.matrix import Segment
 
@@ -243,7 +243,7 @@ def _at(p, n_bytes, dtype: tl.constexpr):
 def codes_at(p_codes):
     """The address of e4m3 codes: as tensor cores take them (from Ada on), else of bytes."""
     p_typed = p_codes
-    if not _INTERPRETED and cuda_capability_geq(8, 9):
+    if not _INTERPRETED and converts_e4m3():
         p_typed = p_codes.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     return p_typed
 

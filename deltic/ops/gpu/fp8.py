@@ -24,11 +24,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.chip import chip, group_of, wait_for_front
+from deltic.ops.gpu.chip import chip, converts_e4m3, group_of, wait_for_front
 from deltic.ops.gpu.decode import address, codes_at, constants, e4m3, k_block, scale_plane
 from deltic.ops.gpu.launch import INTERPRETED, launch, scaled_matmul, spread_rows
 from deltic.ops.matrix import Segment, planes
@@ -84,7 +83,7 @@ def room(rows: Fp8Rows | None) -> Fp8Rows:
 @triton.jit
 def nearest(b_x):
     """The codes nearest to floats of magnitudes up to 448, ties to even; of NaN NaN."""
-    if not _INTERPRETED and cuda_capability_geq(8, 9):
+    if not _INTERPRETED and converts_e4m3():
         b_codes = b_x.to(tl.float8e4nv)
     else:
         b_bits = b_x.to(tl.int32, bitcast=True)

@@ -33,9 +33,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq, is_hip
+from triton.language.target_info import is_hip
 
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.chip import converts_e4m3
 from deltic.ops.gpu.decode import e4m3
 from deltic.ops.gpu.fp8 import magnitudes, nearest
 from deltic.ops.gpu.launch import INTERPRETED
@@ -122,7 +123,7 @@ def e4m3_codes(b_x):
 @triton.jit
 def e4m3_values(b_codes):
     """float32: what they are."""
-    if not _INTERPRETED and cuda_capability_geq(8, 9):
+    if not _INTERPRETED and converts_e4m3():
         b_values = b_codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         b_values = e4m3(b_codes)
@@ -247,7 +248,7 @@ def key_operand(b_codes):
         b_keys = e4m3(b_codes).to(tl.float16)
     else:
         b_keys = tl.inline_asm_elementwise(
-            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_codes], dtype=tl.float16, is_pure=True,
+            _e4m3_assembly("f16", converts_e4m3()), "=r,=r,r", [b_codes], dtype=tl.float16, is_pure=True,
             pack=4,
         )
     return b_keys
@@ -281,7 +282,7 @@ def e4m3_pairs(b_pairs):
         b_second = e4m3((b_pairs >> 8).to(tl.uint8)).to(tl.float16)
     else:
         b_first, b_second = tl.inline_asm_elementwise(
-            _e4m3_assembly("f16", cuda_capability_geq(8, 9), True), "=r,=r,r", [b_pairs],
+            _e4m3_assembly("f16", converts_e4m3(), True), "=r,=r,r", [b_pairs],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )
     return b_first, b_second
@@ -308,7 +309,7 @@ def key_halves(b_pairs):
         )
     else:
         b_first, b_second = tl.inline_asm_elementwise(
-            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_pairs], dtype=(tl.float16, tl.float16),
+            _e4m3_assembly("f16", converts_e4m3()), "=r,=r,r", [b_pairs], dtype=(tl.float16, tl.float16),
             is_pure=True, pack=2,
         )
     return b_first, b_second

@@ -161,6 +161,8 @@ class Compilation:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
+        if described.emulated:
+            environment["TRITON_OVERRIDE_ARCH"] = described.emulated.replace("_", "")
         self._workers = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, target.backend, json.dumps(target.arch), str(target.warp_size)],
