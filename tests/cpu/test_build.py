@@ -39,7 +39,7 @@ def device_of(name: str) -> Any:
         def open_tiers(self, *given: Any) -> None:
             self.opened, self.tiers = given, Tiers()
 
-    def runner(plan: Plan[Any], weights: Any, beside: Any, progress: Any) -> Any:
+    def runner(plan: Plan[Any], weights: Any, beside: Any, progress: Any, drafter: Any = None) -> Any:
         info = engine_info(plan, "here", kernels=instruction_set())
         return Made(plan=plan, info=info, tiers=None, adapters=None)
 
