@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.drafts import Drafter, Drafting
+from deltic.engine.drafts import HEAD, Drafter, Drafting
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Step, StepResult
@@ -191,12 +191,12 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row and every guess is worth it, and nobody else guesses."""
 
     def propose(self: Drafter, tokens: Any, most: int, *_: Any) -> list[int]:
-        self.used = self.of_head
+        self.used = HEAD
         return self.guesses[:most]
 
     monkeypatch.setattr(Drafter, "propose", propose)
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
-    monkeypatch.setattr(Drafting, "_n_asked", lambda self, asked, s, n: Counter({i: most for i, _, most in asked}))
+    monkeypatch.setattr(Drafting, "_n_asked", lambda self, asked, s, n: Counter({i: w.n_guessable for i, w in asked}))
 
 
 def likely(seed: int) -> list[Request]:
