@@ -163,6 +163,8 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
         )
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
     has_mtp = max_drafts > 0 and drafter is None  # one of the two
+    if has_mtp and device.name == "cuda" and shape.n_streams > 1:
+        has_mtp, notices = False, (*notices, "the draft head is not run: a GPU runs none over several streams yet")
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)

@@ -43,7 +43,7 @@ from deltic.runtime.gpu.record import Recording, record_all
 from deltic.runtime.gpu.text import GpuTextRunner
 
 HAS_GPU = torch.cuda.is_available()
-KINDS = ("dense", "moe", "next")
+KINDS = ("dense", "moe", "next", "flash")
 IN_BFLOAT16 = "dense, bfloat16 states"
 N_TOKENS = 48 if HAS_GPU else 4
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: minutes in the interpreter, or nothing to see there")
@@ -142,13 +142,14 @@ def alone(kind: str, ids: list[int], levers: tuple[str, ...] = (), **params: Any
 
 
 @pytest.mark.parametrize(
-    "kind", [*(KINDS if HAS_GPU else ("dense", "moe")), pytest.param(IN_BFLOAT16, marks=pytest.mark.long)]
+    "kind", [*(KINDS if HAS_GPU else ("dense", "moe", "flash")), pytest.param(IN_BFLOAT16, marks=pytest.mark.long)]
 )
 def test_against_the_oracle(kind: str) -> None:
     """Prefill and decode, across a page's end: log-probabilities within the tolerance, tokens equal where it is clear."""
     inner = runner(kind)
     n_far = 0
-    for length in (1, 63, 70) if HAS_GPU else (62,):
+    lengths = (1, 63, 70, *([200] if kind == "flash" else [])) if HAS_GPU else (75 if kind == "flash" else 62,)
+    for length in lengths:
         ids = prompt(length, length)
         drawn = alone(kind, ids)
         tokens = [entry[0] for entry in drawn]

@@ -3,6 +3,8 @@ once for prefills.
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
+Where the residual is several streams, a hyper-connection stands in the place of each norm (gpu_streams.py).
+
 A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with
 tokens on the narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are
 added, in order, by whoever reads them next. A prefill is bound by arithmetic: large products, the chunked
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as partial_of
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +28,7 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_linears import Linears
+from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
@@ -33,18 +37,20 @@ from deltic.ops.geometry import AttentionWeights, GdnWeights, Routing
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
 from deltic.ops.gpu.attention_prefill import Axes, attention_prefill, keys_prefill
-from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, PrefillInputs, Rows, StateSlots
+from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, Blocks, PrefillInputs, Rows, StateSlots
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
 from deltic.ops.gpu.experts import is_e4m3
-from deltic.ops.gpu.fp8 import Fp8Rows, Operand
+from deltic.ops.gpu.fp8 import Fp8Rows, Operand, round_made
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import gdn_prefill
+from deltic.ops.gpu.index import IndexPages, index_decode, index_prefill
 from deltic.ops.gpu.launch import copy_rows, take_rows
 from deltic.ops.gpu.moe_decode import moe_decode
 from deltic.ops.gpu.moe_prefill import moe_prefill
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
-from deltic.ops.gpu.weight import to_device
+from deltic.ops.gpu.streams import spread
+from deltic.ops.gpu.weight import device_of, to_device
 from deltic.ops.kv_formats import KvPages
 
 
@@ -81,6 +87,16 @@ class Shard:
         return self.linears.matrices["lm_head"].n
 
 
+def _norms(weights: Weights) -> dict[str, Any]:
+    """The norms in front of blocks, or the hyper-connections in their places, by name."""
+    layers = {f"layers.{i}": layer for i, layer in enumerate(weights.layers)}
+    found: dict[str, Any] = {"norm": weights.norm}
+    if weights.draft_head is not None:
+        layers["draft_head.layer"], found["draft_head.norm"] = weights.draft_head.layer, weights.draft_head.norm
+    found |= {f"{name}.input_norm": layer.input_norm for name, layer in layers.items()}
+    return found | {f"{name}.post_norm": layer.post_norm for name, layer in layers.items()}
+
+
 def _first_matrix(i: int, layer: GdnLayer | AttnLayer) -> str:
     """The name of the matrix behind the first norm of layer i."""
     return f"layers.{i}.{'in_proj' if isinstance(layer, GdnLayer) else 'qkv'}"
@@ -104,45 +120,70 @@ class QwenGpu:
         self.shards = [Shard(one, targets) for one in weights]
         self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
-        device = self.weights.norm.device
+        device = device_of(self.weights.lm_head)
         self.exchange = exchange
         self.watch: Callable[[Tensor], object] | None = None
         """Takes the residual stream behind each sum of a prefill that is not recorded."""
+        self.norms = _norms(self.weights)
+        self.connections = HyperConnections(shape, self.norms, self.linears) if shape.n_streams > 1 else None
+        self.ngrams = None if shape.ngrams is None else NgramLayer(shape, self.weights, self.linears)
+        self.max_len = max_len
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
     def _attention(self, layer: AttnLayer) -> AttentionWeights:
         return AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
 
-    def _cache(self, memory: GpuMemory, nth: int, table: Tensor | None = None) -> KvPages:
-        """Makes the pages of a layer, the nth that has any."""
-        return KvPages(memory.pages[:, nth], self.shape.kv_format, table)
+    def _cache(self, memory: GpuMemory, nth: int, table: Tensor | None = None, chosen: Tensor | None = None) -> KvPages:
+        """Makes the pages of a layer, the nth that has any. chosen: which keys are read."""
+        ratio = 0 if self.shape.index is None else self.shape.index.ratio
+        return KvPages(memory.pages[:, nth], self.shape.kv_format, table, chosen, ratio)
+
+    def _block(self, partials: Tensor | None, kind: str) -> Tensor | None:
+        """Partial sums of a block, of several shards [shards, S, N, H]; or [1, N, H] summed over all GPUs."""
+        exchange = self.exchange
+        if partials is None or exchange is None:
+            return partials
+        if exchange.total is None:
+            return partials.view(len(self.shards), -1, *partials.shape[1:])
+        total = front(exchange.total, 1, *partials.shape[1:])
+        all_reduce(partials, total[0], ranks=exchange.sums[kind])
+        return total
 
     def _add_norm(
-        self, residual: Tensor, partials: Tensor | None, w: Tensor, out: Tensor, kind: str, codes: Fp8Rows | None = None
+        self,
+        residual: Tensor,
+        partials: Tensor | None,
+        name: str,
+        out: Tensor,
+        b: DecodeBuffers | PrefillBuffers,
+        codes: Fp8Rows | None = None,
     ) -> Operand:
-        """residual += partials, of all GPUs; out = its norm. kind: decode or prefill. codes: where to round
-        it to e4m3 as well.
+        """residual += partials, of all GPUs; out = its norm of this name, or what a block reads of streams.
+        codes: where to round it to e4m3 as well.
         """
-        eps, exchange = self.shape.rms_norm_eps, self.exchange
+        eps, exchange, w = self.shape.rms_norm_eps, self.exchange, self.norms[name]
+        kind = "prefill" if isinstance(b, PrefillBuffers) else "decode"
         if (
             codes is not None and len(self.shards) > 1
         ):  # one's products overwrite them, and the next one's would read them
             codes = codes.rounded_by(0)
+        if self.connections is not None:
+            assert b.streams is not None
+            few, many = (None, b.wide) if isinstance(b, PrefillBuffers) else (b.fp8, None)
+            block = self._block(partials, kind)
+            self.connections.read(name, residual, block, b.streams, out, fp8=few, wide=many)
+            round_made(Operand(out, codes))
+            if self.watch is not None:
+                self.watch(residual)
+            return Operand(out, codes)
         if partials is not None and exchange is not None and exchange.sums and exchange.total is None:
             ranks = exchange.sums[kind]
             made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, codes=codes)
             if made.data_ptr() != out.data_ptr():  # it is mostly the buffer that the others reach
                 copy_rows(made, out)
             return Operand(out, codes)
-        if partials is not None and exchange is not None:
-            if exchange.total is not None:
-                total = front(exchange.total, 1, *residual.shape)
-                all_reduce(partials, total[0], ranks=exchange.sums[kind])
-                partials = total
-            else:
-                partials = partials.view(len(self.shards), -1, *residual.shape)
-        add_norm(residual, partials, w, eps, out, codes=codes)
+        add_norm(residual, self._block(partials, kind), w, eps, out, codes=codes)
         if self.watch is not None:
             self.watch(residual)
         return Operand(out, codes)
@@ -215,24 +256,58 @@ class QwenGpu:
         """
         n = len(rows_batch_slot)
         shape, w, h = self.shape, self.weights, self.shape.hidden_size
-        rows, residual = b.rows.front(n), front(b.residual, n, h)
-        begin_decode(rows_batch_slot, batch, w.embed, rows=rows, residual=residual)
+        rows, residual = b.rows.front(n), front(b.residual, n, shape.stream_size)
+        embedded = residual if b.streams is None else front(b.streams.embedded, n, h)
+        begin_decode(rows_batch_slot, batch, w.embed, rows=rows, residual=embedded)
         who = None if b.adapters is None else b.adapters.front(n)
-        self.linears.embedding(batch.last_token, residual, who, rows_batch_slot, rows.drafts)
+        self.linears.embedding(batch.last_token, embedded, who, rows_batch_slot, rows.drafts)
+        if b.streams is not None:
+            spread(embedded, residual.view(n, -1, h))
+        if self.ngrams is not None:
+            assert b.streams is not None and batch.history is not None
+            self.ngrams.rows_of_decode(batch.history, rows, b.streams)
         partial: Tensor | None = None
         out = front(b.normed, n, h)
 
         for i, layer in enumerate(w.layers):
+            partial = self._add_ngrams(layer, residual, partial, rows, b, memory[0])
             codes = self._codes(b.fp8, _first_matrix(i, layer), is_cut=True)
-            normed = self._add_norm(residual, partial, layer.input_norm, out, "decode", codes)
+            normed = self._add_norm(residual, partial, f"layers.{i}.input_norm", out, b, codes)
             partial = self._of_shards(b.partial, partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len))
             codes = self._codes(b.fp8, f"layers.{i}.mlp.", layer.mlp)
-            normed = self._add_norm(residual, partial, layer.post_norm, out, "decode", codes)
+            normed = self._add_norm(residual, partial, f"layers.{i}.post_norm", out, b, codes)
             partial = self._of_shards(b.partial, partial_of(self._decode_mlp, i, normed, b))
-        self._add_norm(residual, partial, w.norm, out, "decode")
+        self._add_norm(residual, partial, "norm", out, b)
         logits = front(b.logits, 1, n, shape.vocab_size)
         self._logits(out, logits, b.fp8, "decode", who)
         return logits[0]
+
+    def _add_ngrams(
+        self,
+        layer: GdnLayer | AttnLayer,
+        residual: Tensor,
+        partials: Tensor | None,
+        where: Rows | Blocks,
+        b: DecodeBuffers | PrefillBuffers,
+        memory: GpuMemory,
+    ) -> Tensor | None:
+        """residual += partials and what the n-gram embedding adds in front of a layer that has one. Returns
+        the partials that are left to be added.
+        """
+        if not isinstance(layer, GdnLayer) or layer.ngrams is None:
+            return partials
+        assert self.ngrams is not None and b.streams is not None and memory.ngram_columns is not None
+        if isinstance(b, PrefillBuffers):
+            block = self._block(partials, "prefill")
+            self.ngrams.add(residual, block, memory.ngram_columns, b.streams, where, wide=b.wide)
+        else:
+            block = self._block(partials, "decode")
+            self.ngrams.add(residual, block, memory.ngram_columns, b.streams, where, fp8=b.fp8)
+        return None
+
+    def _index(self, layer: AttnLayer) -> AttentionWeights:
+        assert layer.indexer is not None
+        return replace(self._attention(layer), q_norm=layer.indexer.q_norm, k_norm=layer.indexer.k_norm)
 
     def _decode_mixer(
         self,
@@ -258,6 +333,12 @@ class QwenGpu:
             held = StateSlots(of.columns[:, nth], of.states[:, nth], nth, windows)
             gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=made)
             return shard.linears.partial(name, made.rows, flat, made.codes, who)
+        chosen = None
+        if layer.indexer is not None:
+            assert b.index is not None and of.index is not None and shape.index is not None
+            proj = shard.linears.partial(f"layers.{i}.indexer.proj", normed.rows, b.proj, normed.codes)
+            pages, w = IndexPages(of.index[:, nth], batch.page_table), self._index(layer)
+            chosen = index_decode(proj, shape.index, w, rows=rows, pages=pages, scratch=b.index, max_len=max_len)
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         name, mixed = f"layers.{i}.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
         made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
@@ -266,7 +347,7 @@ class QwenGpu:
             self.heads,
             self._attention(layer),
             rows=rows,
-            cache=self._cache(of, nth, batch.page_table),
+            cache=self._cache(of, nth, batch.page_table, chosen),
             scratch=b.attention,
             max_len=max_len,
             out=made,
@@ -401,9 +482,9 @@ class QwenGpu:
         partial = linears.partial(name, made.rows, b.partial, made.codes)
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
         codes = self._codes(b.fp8, name, mlp)
-        rows = self._add_norm(residual, partial, head.layer.post_norm, normed, "decode", codes)
+        rows = self._add_norm(residual, partial, "draft_head.layer.post_norm", normed, b, codes)
         partial = self._decode_feed_forward(self.shards[0], name, mlp, rows, b, guesses.last, b.partial)
-        self._add_norm(residual, partial, head.norm, own, "decode")
+        self._add_norm(residual, partial, "draft_head.norm", own, b)
         logits = front(b.logits, 1, n, shape.n_drafted)
         self._logits(own, logits, b.fp8, "guess")
         return logits[0]
@@ -423,20 +504,27 @@ class QwenGpu:
         each shard. pictures: bfloat16 [N, H], where ids may name its rows.
         """
         w, t, h = self.weights, n_blocks * BLOCK, self.shape.hidden_size
-        residual, out = front(b.residual, t, h), front(b.normed, t, h)
+        residual, out = front(b.residual, t, self.shape.stream_size), front(b.normed, t, h)
+        embedded = residual if b.streams is None else front(b.streams.embedded, t, h)
         added: Tensor | None = None
-        embed(inputs.token_ids, w.embed, residual, pictures)
-        self.linears.embedding(inputs.token_ids, residual, inputs.adapters)
+        embed(inputs.token_ids, w.embed, embedded, pictures)
+        self.linears.embedding(inputs.token_ids, embedded, inputs.adapters)
+        if b.streams is not None:
+            spread(embedded, residual.view(t, -1, h))
+        if self.ngrams is not None:
+            assert b.streams is not None and inputs.ngram_ids is not None
+            self.ngrams.rows_of_prefill(inputs.ngram_ids, b.streams)
         for i, layer in enumerate(w.layers):
+            added = self._add_ngrams(layer, residual, added, inputs.blocks, b, memory[0])
             codes = self._codes(b.wide.rows, _first_matrix(i, layer))
-            normed = self._add_norm(residual, added, layer.input_norm, out, "prefill", codes)
+            normed = self._add_norm(residual, added, f"layers.{i}.input_norm", out, b, codes)
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
             added = self._of_shards(b.y, mixer)
             codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
-            normed = self._add_norm(residual, added, layer.post_norm, out, "prefill", codes)
+            normed = self._add_norm(residual, added, f"layers.{i}.post_norm", out, b, codes)
             added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None or self.watch is not None:
-            self._add_norm(residual, added, w.norm, out if b.hidden is None else front(b.hidden, t, h), "prefill")
+            self._add_norm(residual, added, "norm", out if b.hidden is None else front(b.hidden, t, h), b)
         return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
 
     def _prefill_mixer(
@@ -465,6 +553,15 @@ class QwenGpu:
             )
             shard.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide, who)
             return y[None]
+        chosen, axes = None, Axes(inputs.angles, shape.mrope_section or ())
+        if layer.indexer is not None:
+            assert b.index is not None and of.index is not None and shape.index is not None
+            proj = front(b.proj, t, shape.index.row)
+            shard.linears.project_many(f"layers.{i}.indexer.proj", normed.rows, proj, wide)
+            pages, w, how = IndexPages(of.index[:, nth], page_table), self._index(layer), {"max_len": self.max_len}
+            chosen = index_prefill(
+                proj, shape.index, w, blocks=inputs.blocks, pages=pages, scratch=b.index, axes=axes, **how
+            )
         proj = front(b.proj, t, self.heads.row)
         mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
         shard.linears.project_many(f"layers.{i}.qkv", normed.rows, proj, wide, who)
@@ -473,10 +570,10 @@ class QwenGpu:
             self.heads,
             self._attention(layer),
             blocks=inputs.blocks,
-            cache=self._cache(of, nth, page_table),
+            cache=self._cache(of, nth, page_table, chosen),
             query=front(b.query, t, self.heads.n_q, self.heads.dim),
             out=mixed,
-            axes=Axes(inputs.angles, shape.mrope_section or ()),
+            axes=axes,
         )
         shard.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
         return y[None]
@@ -541,7 +638,11 @@ class QwenGpu:
         elif self.exchange is not None:  # whose residual is not whole
             take_rows(front(b.normed, t, h), rows, final)
         else:
-            residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
-            add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows)
+            residual, y = front(b.residual, t, self.shape.stream_size), front(b.y, 1, t, h)
+            if self.connections is not None:
+                assert b.streams is not None
+                self.connections.read("norm", residual, y, b.streams, final, rows=rows, fp8=b.wide.rows)
+            else:
+                add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows)
         self._logits(final, logits, b.wide.rows, "prefill", who)
         return logits[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltic.models.qwen.gpu_streams import ConnectionBuffers, connection_buffers
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_scratch
@@ -15,6 +16,7 @@ from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Drafts, Rows, Windows
 from deltic.ops.gpu.draft import GuessRows
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_scratch
+from deltic.ops.gpu.index import IndexScratch, index_scratch
 from deltic.ops.gpu.linear import WideScratch, k_splits, wide_scratch
 from deltic.ops.gpu.moe_decode import MoeScratch, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill_scratch
@@ -31,12 +33,15 @@ class GpuMemory:
 
     pages: [n_pages + 1, *page_layout], the last one for padding;
     states: float32 or bfloat16 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row
-    p % RING for position p.
+    p % RING for position p. index: bfloat16 [n_pages + 1, n_kv_layers, page_rows, dim], where there is one;
+    ngram_columns: bfloat16 [n_slots, ring, S * H], where there is an n-gram embedding.
     """
 
     pages: Tensor
     states: Tensor
     columns: Tensor
+    index: Tensor | None = None
+    ngram_columns: Tensor | None = None
 
 
 def page_layout(shape: ModelShape) -> tuple[tuple[int, ...], torch.dtype]:
@@ -62,6 +67,8 @@ class DecodeBuffers:
     moe: MoeScratch | None
     fp8: Fp8Rows | None  # what is multiplied with e4m3
     logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
+    streams: ConnectionBuffers | None
+    index: IndexScratch | None
     windows: Windows | None = None  # of all layers, [batch_slots, n_gdn, W, ...]: for drafts
     adapters: AdapterRows | None = None  # which rows have adapters; None: no row has any
 
@@ -84,6 +91,8 @@ class PrefillBuffers:
     logits: Tensor  # float32 [G, V]
     hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head or for vectors
     follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
+    streams: ConnectionBuffers | None
+    index: IndexScratch | None
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ def decode_buffers(
     n_rows = len(rows.position)
     f32, bf16 = torch.float32, torch.bfloat16
     h, heads = shape.hidden_size, shape.heads
-    widest = shape.gdn_in_proj_rows, heads.row
+    widest = [shape.gdn_in_proj_rows, heads.row, *([shape.index.row] if shape.index else [])]
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
@@ -138,7 +147,7 @@ def decode_buffers(
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
         rows=rows,
-        residual=allocate("residual", (n_rows * h,), f32),
+        residual=allocate("residual", (n_rows * shape.stream_size,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
         proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h) for r in widest)),), f32),
         mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
@@ -146,8 +155,10 @@ def decode_buffers(
         partial=allocate("partial sums", (n_shards * max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
-        fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
+        fp8=fp8_rows("e4m3 rows", n_rows, max(shape.stream_size, *widths), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
+        streams=connection_buffers(shape, n_rows, allocate, name="decode"),
+        index=_index(shape, n_rows, max_len, allocate, "decode"),
     )
 
 
@@ -162,9 +173,16 @@ def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> Head
 
 
 def prefill_buffers(
-    shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate, n_shards: int = 1
+    shape: ModelShape,
+    codes: Collection[str],
+    n_blocks: int,
+    n_segments: int,
+    max_len: int,
+    allocate: Allocate,
+    n_shards: int = 1,
 ) -> PrefillBuffers:
-    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments.
+    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments of contexts of up to max_len
+    tokens.
 
     codes: those of the weights. n_shards: as of `decode_buffers`.
     """
@@ -187,6 +205,13 @@ def prefill_buffers(
     many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size)]
     many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
     widest = [shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size]
+    if shape.index is not None:
+        many.append((shape.index.row, h))
+        widest.append(shape.index.row)
+    if shape.n_streams > 1:
+        many.append((shape.stream_rank + shape.n_streams, shape.stream_size))
+    if shape.ngrams is not None:
+        many.append((shape.stream_size + h, shape.ngrams.width))
     hidden = follows = None
     if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
         many.append((h, 2 * h))
@@ -195,7 +220,7 @@ def prefill_buffers(
     if shape.has_draft_head or shape.keeps_hidden:
         hidden = allocate("prefill hidden states", (t * h,), bf16)
     return PrefillBuffers(
-        residual=allocate("prefill residual", (t * h,), f32),
+        residual=allocate("prefill residual", (t * shape.stream_size,), f32),
         normed=allocate("prefill normed", (t * h,), bf16),
         proj=allocate("prefill projections", (t * max(widest),), bf16),
         mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
@@ -209,4 +234,13 @@ def prefill_buffers(
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
         hidden=hidden,
         follows=follows,
+        streams=connection_buffers(shape, t, allocate, name="prefill", n_wanted=n_segments),
+        index=_index(shape, t, max_len, allocate, "prefill"),
     )
+
+
+def _index(shape: ModelShape, n_rows: int, max_len: int, allocate: Allocate, name: str) -> IndexScratch | None:
+    if shape.index is None:
+        return None
+    is_prefill = name == "prefill"
+    return index_scratch(shape.index, n_rows, max_len, allocate, name=f"{name} index", is_prefill=is_prefill)

@@ -67,6 +67,8 @@ class PrefillInputs:
     angles: Tensor | None = None  # [3, 64 B] rows of cos and sin, by axis of M-RoPE; None: those of positions
     adapters: AdapterRows | None = None  # of the blocks; None: no row has any
     logit_adapters: AdapterRows | None = None  # of the rows whose logits are wanted
+    # [longest n-gram, 64 B] the tokens, those before them, ...: an end of text for those of no n-gram
+    ngram_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class BatchState:
     done: Tensor  # [P] not 0: the sequence has ended on the device; the host will see it one step later
     page_table: Tensor  # [P, max_pages]
     angle_shift: Tensor | None = None  # [P] from a position to the token's row of cos and sin; None: 0
+    # [P, positions] tokens up to and with the last one; those of the prompt where the model reads them
+    history: Tensor | None = None
 
 
 @dataclass(frozen=True)

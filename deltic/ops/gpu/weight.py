@@ -43,6 +43,12 @@ def is_bf16(w: Matrix) -> bool:
     return len(w.segments) == 1 and w.whole.layout == "rows" and w.whole.format.codes == "bf16"
 
 
+def device_of(w: Matrix) -> torch.device:
+    """The device in whose memory a matrix lies."""
+    found: torch.device = w.segments[0].data.device
+    return found
+
+
 def to_device(array: Array, device: torch.device | str) -> Tensor:
     """The array as a tensor on the device, on "meta" only its size."""
     kind = torch.device(device).type

@@ -18,6 +18,7 @@ from torch import Tensor
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import MAX_BIASES
 from deltic.engine.step import Chunk, Rule, Sequence
+from deltic.models.qwen.ngrams import NgramShape
 from deltic.models.rotary import PromptPositions
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import GROUP_ROWS
@@ -148,10 +149,13 @@ class BatchSlots:
         eos_token_ids: tuple[int, ...],
         n_real: int,
         n_drafts: int = 0,
+        ngrams: NgramShape | None = None,
     ) -> None:
         """table, offsets, n_drafts: of `batch_table`. masks: int32 [batch_slots + n_drafts, words], of the
-        draws. n_real: ids that can be drawn.
+        draws. n_real: ids that can be drawn. ngrams: which the forward reads: then it reads the history of
+        all sequences, not only penalties those that they count.
         """
+        self.ngrams = ngrams
         self._table, self._offsets, self._masks = table, offsets, masks
         self._eos, self.n_real = eos_token_ids, n_real
         n_batch_slots = len(masks) - n_drafts
@@ -209,7 +213,7 @@ class BatchSlots:
         for part, word in words.items():
             begin, width = self._offsets[part]
             self._words += begin + batch_slot * width, word
-        if _counts_history(sequence) and token >= 0:
+        if (self.ngrams is not None or _counts_history(sequence)) and token >= 0:
             # Where what was lost comes back, a decode without its mask has left another token there. And the
             # draw from a row of a draft sees those in front of it.
             self._write("history", batch_slot, [token, *drafts], position)
@@ -282,7 +286,7 @@ class BatchSlots:
             self._write("angle_shift", batch_slot, 0 if prompt is None else prompt.shift)
         seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
         self._write("seed", batch_slot, seed)
-        if uses_history:
+        if uses_history or self.ngrams is not None:
             self._write("history", batch_slot, np.array(sequence.tokens, np.int32))
 
     def positions_in(self, batch_slot: int) -> PromptPositions | None:

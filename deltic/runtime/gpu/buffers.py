@@ -216,7 +216,7 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         vision=vision,
         picture_rows=picture_rows,
         decode=replace(decode, windows=windows, adapters=rows),
-        prefill=prefill_buffers(shape, codes, n_blocks, n_segments, allocate, plan.n_shards),
+        prefill=prefill_buffers(shape, codes, n_blocks, n_segments, plan.max_model_len, allocate, plan.n_shards),
     )
 
 
@@ -226,11 +226,12 @@ def _shares(plan: TextPlan, allocate: Allocate) -> Shares:
     part = allocate("columns of logits", (n_columns,), f32)
     if plan.n_gpus == 1:
         return Shares(None, part, gpu_logits=None, total=None)
+    sums_apart = plan.shape.n_streams > 1 or not bound_levers().fused_sums
     return Shares(
         meeting=meeting(plan, allocate) if bound_levers().peer else None,
         shard_logits=part,
         gpu_logits=None if n_shards == 1 else allocate("columns of all parts", (n_shards * n_columns,), f32),
-        total=None if bound_levers().fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
+        total=allocate("sums", (max(n, plan.max_step_tokens) * h,), f32) if sums_apart else None,
     )
 
 

@@ -16,10 +16,11 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
-from deltic.models.fields import CheckpointError, refuse_limits
+from deltic.models.fields import CheckpointError, UnsupportedModelError, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
+from deltic.models.qwen.gpu_streams import NGRAM_RING
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import Weights, empty_weights, weight_bytes
@@ -35,7 +36,7 @@ from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.all_reduce import out_of_reach
 from deltic.ops.gpu.chip import free_bytes
 from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
-from deltic.ops.gpu.weight import DeviceStore, in_host
+from deltic.ops.gpu.weight import DeviceStore, device_of, in_host
 from deltic.runtime.gpu.adapters import adapter_bytes
 from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, meeting, n_patches
 from deltic.runtime.gpu.collect import collect
@@ -112,7 +113,7 @@ class TextOnGpu(OnGpu, TextKind):
     def check(self, shape: ModelShape) -> None:
         group = shape.n_q_heads // max(1, shape.n_kv_heads)
         limits = (
-            ("hc_count", shape.n_streams, shape.n_streams == 1, "1, on a GPU"),
+            _one_of("hc_count", shape.n_streams, 1, 2, 4, 8),
             _multiple("hidden_size", shape.hidden_size, 64),
             _one_of("head_dim", shape.head_dim, 32, 64, 128, 256),
             ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
@@ -125,6 +126,13 @@ class TextOnGpu(OnGpu, TextKind):
             ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
         )
         refuse_limits(limits)
+        if shape.index is not None:
+            refuse_limits([_one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])
+            refuse_limits([_one_of("indexer_n_heads", shape.index.n_q, 1, 2, 4, 8, 16)])
+            if not shape.kv_format.is_plain:
+                raise UnsupportedModelError(
+                    "--kv-cache-dtype", shape.kv_cache_dtype, "bf16, where an index chooses keys"
+                )
 
     def check_tower(self, tower: VisionShape) -> None:
         check_vision_gpu(tower)
@@ -141,7 +149,8 @@ class TextOnGpu(OnGpu, TextKind):
         return self.embedding_bytes(plan.shape, plan.quantize) if is_apart else 0
 
     def state_bytes(self, shape: ModelShape) -> int:
-        return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING + shape.ngram_state_bytes
+        own = 0 if shape.ngrams is None else (shape.ngrams.window + NGRAM_RING) * shape.stream_size * 2
+        return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING + own
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         return adapter_bytes(adapter)
@@ -217,7 +226,7 @@ def text_runner(
         return ParallelRunner(plan, devices, weights, progress, vision)
     joined = None
     if plan.cuts:
-        workspace = gpu_workspace(plan, allocate_on(weights[0][0].norm.device))
+        workspace = gpu_workspace(plan, allocate_on(device_of(weights[0][0].lm_head)))
         joined = workspace, exchanges([workspace], plan.cuts)[0]
     return GpuTextRunner(plan, weights[0], progress, vision, joined)
 

@@ -39,10 +39,18 @@ class BlockBuffer:
 
     @classmethod
     def empty(
-        cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool, has_pictures: bool, has_adapters: bool
+        cls,
+        n_blocks: int,
+        n_draws: int,
+        device: torch.device,
+        has_head: bool,
+        has_pictures: bool,
+        has_adapters: bool,
+        n_gram: int,
     ) -> BlockBuffer:
         """Makes a buffer in which no block is in use and nothing is drawn. has_head: with what a draft head
-        reads. has_pictures, has_adapters: with what prompts with pictures and with adapters need.
+        reads. has_pictures, has_adapters: with what prompts with pictures and with adapters need. n_gram:
+        tokens of the longest n-gram that is embedded; 0: none is.
         """
         n_segments = min(n_blocks, MAX_SEGMENTS)
         sizes = {
@@ -53,6 +61,7 @@ class BlockBuffer:
             **dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws),
             **({"next_ids": n_blocks * PAGE_SIZE} if has_head else {}),
             **({"angles": 3 * n_blocks * PAGE_SIZE} if has_pictures else {}),
+            **({"ngram_ids": n_gram * n_blocks * PAGE_SIZE} if n_gram else {}),
         }
         if has_adapters:
             sizes |= {"adapter": n_blocks, "logit_adapter": n_segments, "logit_rows": n_segments * GROUP_ROWS}
@@ -66,6 +75,8 @@ class BlockBuffer:
         blocks = Blocks(**{name: views[name] for name in Blocks.__dataclass_fields__})
         angles = views["angles"].view(3, -1) if has_pictures else None
         inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"], views.get("next_ids"), angles)
+        if n_gram:
+            inputs = replace(inputs, ngram_ids=views["ngram_ids"].view(n_gram, -1))
         if has_adapters:
             of_logits = views["logit_adapter"].fill_(-1), views["logit_rows"].view(-1, GROUP_ROWS)
             own = AdapterRows(views["adapter"].fill_(-1))
@@ -91,8 +102,9 @@ class PrefillBatch:
         sequence owns. has_head: whether a draft head runs behind the draws. has_pictures, has_adapters:
         whether prompts may have some.
         """
-        self._batch_slots, self._spare_page = batch_slots, spare_page
-        given = n_draws, device, has_head, has_pictures, has_adapters
+        self._batch_slots, self._spare_page, self._ngrams = batch_slots, spare_page, batch_slots.ngrams
+        n_gram = 0 if batch_slots.ngrams is None else batch_slots.ngrams.size
+        given = n_draws, device, has_head, has_pictures, has_adapters, n_gram
         self._buffers = {n: BlockBuffer.empty(n, *given) for n in sizes}
         self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
         self._host: Tensor | None = None
@@ -177,6 +189,10 @@ class PrefillBatch:
         angles = at["angles"][: 3 * n_rows].reshape(3, n_rows) if buffer.inputs.angles is not None else None
         if angles is not None:
             angles[:] = 0
+        grams = None
+        if self._ngrams is not None:
+            grams = at["ngram_ids"][: self._ngrams.size * n_rows].reshape(self._ngrams.size, n_rows)
+            grams[:] = self._ngrams.eos_id
         b = 0
         for g, chunk in enumerate(chunks):
             sequence, start, length = chunk.sequence, chunk.start, chunk.length
@@ -185,6 +201,8 @@ class PrefillBatch:
             end = b - -length // PAGE_SIZE
             rows = slice(b * PAGE_SIZE, b * PAGE_SIZE + length)
             at["token_ids"][rows] = sequence.tokens[start : start + length]
+            if grams is not None:
+                self._fill_ngrams(chunk, grams[:, rows])
             if angles is not None:
                 self._fill_pictures(chunk, batch_slot, at["token_ids"][rows], angles[:, rows])
             at["n"][b:end] = PAGE_SIZE
@@ -204,6 +222,18 @@ class PrefillBatch:
         at["segment_begin"][len(chunks) : buffer.n_segments + 1] = b
         at["start_slot"][len(chunks) : buffer.n_segments] = 0
         at["state_slot"][len(chunks) : buffer.n_segments] = 0
+
+    def _fill_ngrams(self, chunk: Chunk, grams: np.ndarray) -> None:
+        """Writes a chunk's tokens, and those before each of them as far as its n-grams have them."""
+        assert self._ngrams is not None
+        eos, start, end = self._ngrams.eos_id, chunk.start, chunk.start + chunk.length
+        first = max(0, start + 1 - len(grams))
+        known = np.array(chunk.sequence.tokens[first:end], np.int32)
+        ids = np.concatenate([np.full(len(grams) - 1 - (start - first), eos, np.int32), known])
+        for back, gram in enumerate(grams):
+            gram[:] = ids[len(grams) - 1 - back : len(ids) - back]
+            if back > 1:
+                gram[grams[back - 1] == eos] = eos
 
     def _fill_pictures(self, chunk: Chunk, batch_slot: int, ids: np.ndarray, angles: np.ndarray) -> None:
         """Writes the angles of a chunk's tokens, and for ids of pictures' tokens the tower's rows."""

@@ -22,6 +22,7 @@ from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import Exchange, QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
+from deltic.models.qwen.gpu_streams import NGRAM_RING
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -30,6 +31,7 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import allocate_on
 from deltic.ops.gpu.sample import Draws
+from deltic.ops.gpu.weight import device_of
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.gpu.adapters import GpuAdapterMemory
 from deltic.runtime.gpu.ahead import Pending, ResultBuffers, Undrawn
@@ -130,7 +132,7 @@ class GpuTextRunner(GpuRunner):
         model is cut, with the workspace that it is of.
         """
         shape, n, n_shards = plan.shape, plan.n_decode_rows, plan.n_shards
-        allocate = allocate_on(weights[0].norm.device)
+        allocate = allocate_on(device_of(weights[0].lm_head))
         # No sequence owns the last page: rows of padding are written there.
         page, page_type = page_layout(shape)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
@@ -138,15 +140,37 @@ class GpuTextRunner(GpuRunner):
         pages = allocate("pages", (plan.n_pages + 1, n_shards, *page), page_type)
         states = allocate("states", (plan.n_slots, n_shards, *state), getattr(torch, shape.state_dtype))
         inputs = allocate("columns", (plan.n_slots, n_shards, *columns), torch.bfloat16)
-        self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_shards)]
+        index = ngrams = None
+        if shape.index is not None:
+            size = shape.n_kv_layers, shape.index.page_rows, shape.index.dim
+            index = allocate("index pages", (plan.n_pages + 1, n_shards, *size), torch.bfloat16)
+        if shape.ngrams is not None:  # of all shards, which have the same
+            n_rows = shape.ngrams.window + NGRAM_RING
+            ngrams = allocate("n-gram columns", (plan.n_slots, n_rows, shape.stream_size), torch.bfloat16)
+        self.memory = [
+            GpuMemory(pages[:, i], states[:, i], inputs[:, i], None if index is None else index[:, i], ngrams)
+            for i in range(n_shards)
+        ]
         w, joined = (gpu_workspace(plan, allocate), None) if exchange is None else exchange
         targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
         self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets)
         batch_slots = BatchSlots(
-            w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, plan.n_draft_rows
+            w.table,
+            w.offsets,
+            w.parameters.masks,
+            shape.eos_token_ids,
+            plan.n_real,
+            plan.n_draft_rows,
+            ngrams=shape.ngrams,
         )
         super().__init__(
-            plan, w, batch_slots, [pages], [states, inputs], ResultBuffers(w.out, n), has_head=w.guesses is not None
+            plan,
+            w,
+            batch_slots,
+            [pages] if index is None else [pages, index],
+            [states, inputs] if ngrams is None else [states, inputs, ngrams],
+            ResultBuffers(w.out, n),
+            has_head=w.guesses is not None,
         )
         self.draft_head: DraftHead | None = None
         if w.guesses is not None:
