@@ -14,7 +14,7 @@ from torch import Tensor
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
-from deltic.ops.gpu import hopper, linear
+from deltic.ops.gpu import hopper, linear, norm
 from deltic.ops.gpu.chip import HOPPER, chip, described
 from deltic.ops.gpu.fp8 import block_scales, fp8_rows
 from deltic.ops.gpu.launch import Levers, allocate_on, launches
@@ -86,6 +86,23 @@ def test_few_rows_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel = hopper.FewKernel(width, 16, BLOCKS)
         free = hopper._shared_bytes() - hopper.ALIGNMENTS - kernel.table_bytes(n_blocks)
         assert kernel.stage_bytes * 3 < free
+    # behind a norm of long rows nobody stands beside, and one multiprocessor is left
+    kernel = hopper.FewKernel(128, 8, BLOCKS, 32)
+    assert hopper._room(kernel, 5120, 1) == HOPPER.shared_bytes > hopper._room(kernel, 5120, 2) == hopper._shared_bytes()
+    assert hopper._room(kernel.beside, 5120, 1) == HOPPER.shared_bytes and not hopper._is_alone(2048, 1)
+    assert -(-16384 // 128) + -(-96 // 32) == HOPPER.n_sms - 1
+
+
+@pytest.mark.parametrize("n, width, block_k, is_early", [(1, 5120, 128, True), (16, 5120, 128, True), (17, 5120, 128, False),
+                                                         (1, 2048, 128, False), (1, 5120, 0, False)])  # fmt: skip
+def test_norms_of_few_long_rows_let_a_product_start(
+    n: int, width: int, block_k: int, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(norm, "launch", lambda *_, EARLY, **__: told.append(EARLY))
+    x, rows = torch.empty(n, width, device="meta"), fp8_rows("rows", n, width, allocate_on("meta"))
+    norm.add_norm(x, None, x[0], 1e-6, x.bfloat16(), codes=rows.rounded_by(block_k))
+    assert told == [is_early]
 
 
 def test_what_cannot_compile_is_told_and_not_chosen(

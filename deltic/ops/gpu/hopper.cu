@@ -39,6 +39,7 @@ struct Arguments {
   int n_blocks;                  // of 128 bytes, in a slice of K
   int scale_blocks;              // of them, that share a scale of e4m3; 0: all of K
   int n_code_stages;             // of 256 columns of codes
+  int n_before;                  // blocks of w that are copied before the wait, where rows of x are few
   int tiles_n, tiles_m, n_tiles; // of rows of x, of rows of w, and in all slices
   int out_kind;                  // Out
 };

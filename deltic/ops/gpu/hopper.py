@@ -68,6 +68,10 @@ FEW_TOKENS, MOST_FEW_WIDTH = (8, 16), 320
 """Rows of x of a program of few, and rows of w that it may have: more do not run at once, or leave too few
 blocks on their way.
 """
+LONG, SHORT, SHORT_BEFORE = 5120, 2048, 8
+"""Columns of K of a product of few rows that leaves a multiprocessor to the norm in front, where it is not
+cut; and up to which it has so many blocks copied before its wait: more would slow that norm.
+"""
 CODE_ROWS, MOST_GROUPS = 64, {64: 5, 96: 4, 128: 3}
 """Rows of codes of a group of warps; groups whose sums fit into registers, by rows of x of a program."""
 CODE_STAGES = {2: 5, 3: 4, 4: 3, 5: 3}
@@ -360,6 +364,13 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, in_block
     return shaped and beside and segment.n >= WIDTHS[0] * 2
 
 
+def _is_alone(k: int, splits: int) -> bool:
+    """Returns whether programs of few rows take all shared memory of a multiprocessor: the norm in front
+    has one of its own then.
+    """
+    return k >= LONG and splits == 1
+
+
 def _few_kernel(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> Kernel | None:
     """The kernel of n rows by these segments, e4m3 in blocks first, if they are few, and all its programs run
     at once.
@@ -368,12 +379,12 @@ def _few_kernel(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -
     form, splits, m = hopper_format(segment.format, True), len(out) if out.ndim == 3 else 1, out.shape[-1]
     tokens = next((tokens for tokens in FEW_TOKENS if n <= tokens), 0)
     side, m = sum(part.n for part, _ in others), 2 * m if swiglu else m
-    width = next(
-        (w for w in range(32, MOST_FEW_WIDTH + 16, 16) if -(-m // w) * splits <= chip().n_sms - bool(side)), 0
-    )
+    sms = chip().n_sms - _is_alone(segment.k, splits)
+    widths = range(32, MOST_FEW_WIDTH + 16, 16)
+    width = next((w for w in widths if -(-m // w) * splits <= sms - bool(side)), 0)
     if not tokens or not width or form is None or form.kind != E4M3:
         return None
-    left = chip().n_sms - -(-m // width) * splits
+    left = sms - -(-m // width) * splits
     side_width = next((few for few in range(16, side + 16, 16) if -(-side // few) <= left), 0)
     return FewKernel(width, tokens, form, side_width, swiglu)
 
@@ -491,6 +502,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("w_scale", "w_least", "x_scale", "out")),
         *((name, ctypes.c_uint64) for name in ("out_split", "out_row")),
         *((name, ctypes.c_int) for name in ("n", "m", "m_used", "up", "n_blocks", "scale_blocks", "n_code_stages")),
+        ("n_before", ctypes.c_int),
         *((name, ctypes.c_int) for name in ("tiles_n", "tiles_m", "n_tiles", "out_kind")),
     )
 
@@ -532,6 +544,11 @@ def _shared_bytes() -> int:
     return chip().shared_bytes - 16 * 1024
 
 
+def _room(kernel: Kernel, k: int, splits: int) -> int:
+    """Shared memory of a program of a product that walks k columns in so many slices."""
+    return chip().shared_bytes if isinstance(kernel, FewKernel) and _is_alone(k, splits) else _shared_bytes()
+
+
 @dataclass(frozen=True)
 class _Given:
     """Arguments of a product with one weight."""
@@ -571,7 +588,8 @@ def _given(
     a.n_tiles = a.tiles_n * a.tiles_m * splits
     a.out_kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
     beside_stages = ALIGNMENTS + kernel.table_bytes(a.n_blocks) + code_stages * code_bytes
-    n_stages = (_shared_bytes() - beside_stages) // kernel.stage_bytes
+    a.n_before = a.n_blocks if segment.k > SHORT else SHORT_BEFORE
+    n_stages = (_room(kernel, segment.k, splits) - beside_stages) // kernel.stage_bytes
     assert n_stages >= 2, "a block is released when the next one is being multiplied"
     w_bytes, w_each = int(segment.k * segment.format.bits) // 8, 2 if segment.format.codes == "bf16" else 1
     return _Given(
@@ -605,7 +623,7 @@ def multiply(
     config = driver.CUlaunchConfig()
     config.gridDimX = n_programs + n_beside
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.blockDimX, config.sharedMemBytes = kernel.threads, _shared_bytes()
+    config.blockDimX, config.sharedMemBytes = kernel.threads, _room(kernel, segment.k, splits)
     config.hStream = torch.cuda.current_stream().cuda_stream
     if bound_levers().pdl and pdl_works():
         attribute = driver.CUlaunchAttribute()

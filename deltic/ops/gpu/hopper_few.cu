@@ -68,9 +68,11 @@ __device__ __forceinline__ void product_of_few(
       copy_tile(x_tiles + s * X_BYTES, x_map, (first_block + block) * K, 0, full + 8 * s, EVICT_LAST);
     };
     const int n_ahead = smaller(n_stages, g.n_blocks);
-    for (int s = 0; s < n_ahead; ++s) copy_w(s, s);  // nobody in the step writes weights
+    const int n_before = smaller(g.n_before, n_ahead);
+    for (int s = 0; s < n_before; ++s) copy_w(s, s);  // nobody in the step writes weights
     wait_for_front();
-    for (int s = 0; s < n_ahead; ++s) copy_x(s, s);
+    for (int s = 0; s < n_before; ++s) copy_x(s, s);
+    for (int s = n_before; s < n_ahead; ++s) copy_w(s, s), copy_x(s, s);
     for (int i = n_ahead, s = 0, parity = 0; i < g.n_blocks; ++i) {
       barrier_wait(empty + 8 * s, parity);
       copy_w(i, s);
