@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_an_error(device: str) -> None:
 def test_the_bench_times_every_way(tmp_path: Path, e4m3: bool) -> None:
     given = argparse.Namespace(gpus=2, rows="4,1", width=256, rounds=2, out=str(tmp_path), e4m3=e4m3)
     if torch.cuda.device_count() < 2:
-        with pytest.raises(ConfigError, match="GPU|torch sees"):
+        with pytest.raises(ConfigError, match=r"GPU|torch sees"):
             bench(given)
         return
     assert bench(given) == 0

@@ -563,7 +563,9 @@ def test_launches_of_a_decode(kind: str) -> None:
     n_layers = inner.plan.shape.n_layers
     for n in (1, 128):
         n_most = 9 if kind != "dense" and n > 4 else 8
-        assert n_launches(inner, n) <= n_most * n_layers + 8
+        # three more in the place of each norm; the index, the n-gram embedding and what begins the streams
+        more = 6 * n_layers + 3 + 4 * inner.plan.shape.n_attn_layers + 5 if kind == "flash" else 0
+        assert n_launches(inner, n) <= n_most * n_layers + 8 + more
         graphs = inner.recordings.decode(n, 1).graph, inner.recordings.of("draw", n).graph
         assert sum(n_nodes(graph) for graph in graphs if graph) <= n_launches(inner, n) + 2
 

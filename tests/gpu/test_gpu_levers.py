@@ -116,7 +116,7 @@ def _hopper(device: str) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "works", lambda: True)
         w = in_rows(torch.zeros(256, 1024, dtype=torch.bfloat16, device=device))
-        return hopper.pays(64, [(w.whole, torch.zeros(2, 64, 256, device=device))], False)
+        return hopper.pays(64, [(w.whole, torch.zeros(2, 64, 256, device=device))], False, False)
 
 
 def _shares() -> Shares:

@@ -151,7 +151,7 @@ def test_a_file_that_is_none(
 
 def test_plan_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fit = types.ModuleType("deltic.commands.plan")
-    fit.report = lambda config: f"{config.max_num_seqs} sequences"  # type: ignore[attr-defined]
+    fit.report = lambda config, *_: f"{config.max_num_seqs} sequences"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deltic.commands.plan", fit)
     file = tmp_path / "a.toml"
     file.write_text('max-num-seqs = 3\nport = 80\nserved-model-name = "x"')
