@@ -154,8 +154,8 @@ class EngineConfig:
     max_drafts: int | None = knob(
         None,
         "most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft head (MTP), a "
-        "grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: 8; 0 "
-        "for a model of less than 64 MiB)",
+        "grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: 8; 0 on "
+        "a GPU, and for a model of less than 64 MiB)",
         metavar="TOKENS",
         kind="text",
         least=0,

@@ -79,7 +79,6 @@ class GpuModel:
         """
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
         device.find_reach()
-        device.text.drafts = 0  # measured where they are asked for
         run = settle_text(config, device, format)
         if run.shape.has_draft_head and device.n_cuts > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")

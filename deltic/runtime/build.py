@@ -155,8 +155,6 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
     max_drafts = device.text.max_drafts(config, shape)
     if drafter is not None and config.max_drafts is None:
         max_drafts = max(max_drafts, min(device.text.drafts, drafter.shape.most_guesses))
-    if config.max_drafts is None and device.n_cuts > 1:
-        max_drafts = 0  # what they bring on several GPUs is not known
     if max_drafts and device.n_cuts > device.n_gpus:
         raise ConfigError(
             f"--max-drafts {max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
