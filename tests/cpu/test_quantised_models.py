@@ -202,7 +202,8 @@ def test_a_27b_file_fits_a_card_of_24_gb(device: str, tmp_path: Path) -> None:
     bits = float(said.partition(" bits a weight")[0].split()[-1])
     assert 4.8 < bits < 5.2
     weights = float(report.partition(" weights ")[2].split()[0])
-    assert abs(weights - 26.9e9 * bits / 8e9) < 0.2 and "of 22.90 GB" in report
+    # a GPU reads the embedding from the host's memory where it is small
+    assert -0.2 < 26.9e9 * bits / 8e9 - weights < (1.0 if device == "cuda" else 0.2) and "of 22.90 GB" in report
     assert shape_of(path).formats.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}
     if device == "cuda":
         assert weight_bytes(shape_of(path), None, COUNTED_ROWS) < 18e9

@@ -312,7 +312,7 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
     codes = {format.codes for format in shape.formats.values()} | {WEIGHT_FORMATS[quantize or "bf16"].codes}
     n_blocks = n_tokens // 64
     decode = decode_buffers(shape, codes, decode_rows(n_rows, None, False, sized), 1024, sized)
-    prefill = prefill_buffers(shape, codes, n_blocks, min(n_blocks, 32), sized)
+    prefill = prefill_buffers(shape, codes, n_blocks, min(n_blocks, 32), 1024, sized)
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS)
     for name, w in [*weights.named_parts(), ("lm_head", weights.lm_head)]:
         if not isinstance(w, Matrix) or name == "embed":

@@ -95,6 +95,14 @@ def test_config(config: Any) -> None:
         assert all(math.isfinite(frequency) for frequency in shape.inv_freq())
 
 
+@pytest.mark.parametrize("eos_id", [-1, FLASH["vocab_size"], 2**31 - 1, 2**32 - 1, True, None])
+def test_an_end_that_is_no_id_hashes_to_no_row(eos_id: object) -> None:
+    """It would be the address of a row in front of the table, or behind it."""
+    ModelShape.from_config(FLASH | HASH)
+    with pytest.raises(UnsupportedModelError, match="eos_id"):
+        ModelShape.from_config(FLASH | {"ngram_hash": HASH["ngram_hash"] | {"eos_id": eos_id}})
+
+
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 10**7, "layer_types": None}, {"architectures": [[]]}])
 def test_configs_that_once_hung_or_crashed(change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError):

@@ -125,15 +125,16 @@ def _given(text: Mapping[str, object], size: int, n_heads: int) -> dict[str, Any
         if not isinstance(found, list) or len(found) != n or any(type(i) is not int or i < 0 for i in found):
             raise UnsupportedModelError(f"ngram_hash.{name}", found, f"{n} integers")
         values[name] = found
-    if type(said.get("eos_id")) is not int:
-        raise UnsupportedModelError("ngram_hash.eos_id", said.get("eos_id"), "an id")
     n_rows, vocab_size = positive_int(said, "n_rows"), positive_int(text, "vocab_size")
+    eos_id = said.get("eos_id")
+    if type(eos_id) is not int or not 0 <= eos_id < vocab_size:  # others would hash to rows that there are not
+        raise UnsupportedModelError("ngram_hash.eos_id", eos_id, f"an id below {vocab_size}")
     last = max(prime + offset for prime, offset in zip(values["primes"], values["offsets"], strict=True))
     if min(values["primes"]) < 1 or last > n_rows:
         raise UnsupportedModelError("ngram_hash.primes", said["primes"], f"heads within {n_rows} rows")
     if max(values["multipliers"]) * (vocab_size - 1) >= 2**63:
         raise UnsupportedModelError("ngram_hash.multipliers", said["multipliers"], "products below 2^63")
-    return {name: tuple(found) for name, found in values.items()} | {"n_rows": n_rows, "eos_id": said["eos_id"]}
+    return {name: tuple(found) for name, found in values.items()} | {"n_rows": n_rows, "eos_id": eos_id}
 
 
 def _splitmix64(value: int) -> int:
