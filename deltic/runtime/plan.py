@@ -192,7 +192,8 @@ class Plan(Generic[S]):
         """Rows of angles that a step on a CPU makes for tokens of pictures, and for those before a chunk that
         are in one group of an index with its first: its own, and those of the draft head's rows behind it.
         """
-        before = 0 if self.shape.index is None else self.max_num_seqs * (self.shape.index.ratio - 1)
+        index = getattr(self.shape, "index", None)  # a speech model has no such field
+        before = 0 if index is None else self.max_num_seqs * (index.ratio - 1)
         return 2 * (self.n_batch_tokens + before) if self.tower else 0
 
     @property

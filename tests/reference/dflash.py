@@ -117,8 +117,10 @@ def convolved(part: Any, x: Tensor, conv: Any, shape: Any, precision: Precision)
 
 def logits_of(shape: Any, states: Tensor, lm_head: Tensor, precision: Precision = "float32") -> Tensor:
     """Logits of a block's states, [T, V], as the configuration scales and bounds them."""
-    logits = linear(states, lm_head, precision) * shape.output_multiplier
-    return (logits / shape.softcap).tanh() * shape.softcap if shape.softcap else logits
+    logits: Tensor = linear(states, lm_head, precision) * shape.output_multiplier
+    if shape.softcap:
+        logits = (logits / shape.softcap).tanh() * shape.softcap
+    return logits
 
 
 @torch.no_grad()

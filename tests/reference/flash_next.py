@@ -79,7 +79,8 @@ def ngram_embedding(x: Tensor, embedded: Tensor, layer: Any, shape: Any, precisi
     gate = torch.sigmoid(score.sign() * score.abs().clamp_min(1e-6).sqrt())
     gated = (gate[:, :, None] * value[:, None, :]).flatten(1)
     normed = rounded(stream_norm(gated, layer.conv_norm, n, eps), precision)
-    return gated + F.silu(dilated_conv(normed, layer.conv, shape.ngrams.size))
+    added: Tensor = gated + F.silu(dilated_conv(normed, layer.conv, shape.ngrams.size))
+    return added
 
 
 def dilated_conv(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
