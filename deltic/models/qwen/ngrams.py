@@ -127,7 +127,8 @@ def _given(text: Mapping[str, object], size: int, n_heads: int) -> dict[str, Any
         values[name] = found
     n_rows, vocab_size = positive_int(said, "n_rows"), positive_int(text, "vocab_size")
     eos_id = said.get("eos_id")
-    if type(eos_id) is not int or not 0 <= eos_id < vocab_size:  # others would hash to rows that there are not
+    # another one would hash to rows that there are not
+    if type(eos_id) is not int or not 0 <= eos_id < vocab_size:
         raise UnsupportedModelError("ngram_hash.eos_id", eos_id, f"an id below {vocab_size}")
     last = max(prime + offset for prime, offset in zip(values["primes"], values["offsets"], strict=True))
     if min(values["primes"]) < 1 or last > n_rows:
