@@ -23,7 +23,7 @@ from deltic.models.dflash.weights import load_drafter
 from deltic.ops.matrix import Matrix
 from tests.plain import rows
 from tests.tensors import tensor_of
-from tests.tiny import HIDDEN, VOCAB_SIZE
+from tests.tiny_config import HIDDEN, VOCAB_SIZE
 
 KINDS = ("dflash", "dflash2", "dspark", "sliding")
 MASK, N_Q, N_KV, DIM, FFN, RANK, GROUP = 300, 4, 2, 64, 384, 32, 16

@@ -32,7 +32,8 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import text as runner_module
 from deltic.runtime.cpu.device import Cpu
 from tests.arm.recording import Recording
-from tests.tiny import VOCAB_SIZE, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import VOCAB_SIZE
 
 pytestmark = pytest.mark.long
 

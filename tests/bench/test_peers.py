@@ -31,7 +31,8 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.models.checkpoint import n_real_ids, tokenizer_json
 from deltic.models.gguf import open_gguf
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
-from tests.tiny import VOCAB_SIZE, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import VOCAB_SIZE
 from tests.tiny_gguf import tiny_gguf
 
 A, B = Lane(OURS, "bf16", 16), Lane("llama.cpp", "bf16", 16)

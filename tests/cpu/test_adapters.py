@@ -28,7 +28,8 @@ from tests.cpu.test_engine import EXCHANGED, LOGIT_TOLERANCE, build, finish, pro
 from tests.cpu.test_reference import needs_transformers, published_model
 from tests.reference.model import forward
 from tests.tensors import tensor_of
-from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
 
 pytestmark = [needs_transformers, pytest.mark.skipif(not pytest.importorskip("peft"), reason="peft is not installed")]
 

@@ -34,7 +34,8 @@ from tests.plain import plain
 from tests.reference import dflash as reference
 from tests.reference.model import hidden_states
 from tests.tensors import tensor_of
-from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_drafter import KINDS, MASK, TARGET_LAYERS, plain_drafter, tiny_drafter, write_drafter
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.cpu.test_reference import needs_transformers
 from tests.reference import dflash as reference
 from tests.reference.layers import linear
-from tests.tiny import HIDDEN, VOCAB_SIZE
+from tests.tiny_config import HIDDEN, VOCAB_SIZE
 from tests.tiny_drafter import DIM, FFN, GROUP, MASK, N_KV, N_Q, TARGET_LAYERS, plain_drafter, shapes, tiny_drafter
 
 N_CONTEXT, N_BLOCK = 83, 8

@@ -25,7 +25,8 @@ from tests.heads import KINDS, kept, loaded, run, sequence
 from tests.reference.layers import linear
 from tests.reference.model import draft_states, draft_trunk, hidden_states, trunk
 from tests.tensors import tensor_of
-from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_gguf import tiny_gguf
 
 PUBLISHED = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "post_norm"}

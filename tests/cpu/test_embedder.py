@@ -26,7 +26,8 @@ from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from tests.cpu.test_purity import prompt
 from tests.cpu.test_reference import needs_transformers, published_model
-from tests.tiny import HIDDEN, TOKEN_ID, tiny_checkpoint, tiny_embedder
+from tests.tiny import tiny_checkpoint, tiny_embedder
+from tests.tiny_config import HIDDEN, TOKEN_ID
 
 END = TOKEN_ID["<|endoftext|>"]
 MODES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}

@@ -35,7 +35,8 @@ from tests.planned import planned
 from tests.reference.layers import stochastic_bfloat16
 from tests.reference.model import forward
 from tests.tensors import tensor_of
-from tests.tiny import N_EXPERTS, N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_EXPERTS, N_REAL_VOCAB
 
 CHECKPOINTS = {
     "dense": {},

@@ -30,7 +30,8 @@ from tests.reference import flash_next
 from tests.reference.layers import linear
 from tests.reference.model import draft_states, draft_trunk, forward, trunk
 from tests.tensors import TiledOrder
-from tests.tiny import TOKEN_ID, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import TOKEN_ID
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 

@@ -33,7 +33,8 @@ from deltic.text import Tokenizer
 from tests.cpu.test_embedder import vectors
 from tests.cpu.test_reference import needs_transformers, published_model
 from tests.reference.joint_head import joint_head
-from tests.tiny import HIDDEN, TOKEN_ID, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import HIDDEN, TOKEN_ID
 
 SHAPE = HeadShape(hidden_size=48, width=32, routing_layers=2, layers=3, heads=4, feedforward=64)
 

@@ -28,7 +28,8 @@ from deltic.server.chat.pictures import of_pixels
 from tests.cpu.grid import grid
 from tests.cpu.test_prefix_bits import Watched
 from tests.cpu.test_reference import needs_transformers, published_model
-from tests.tiny import N_REAL_VOCAB, TOKEN_ID, TOWER, tiny_checkpoint
+from tests.tiny import TOWER, tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB, TOKEN_ID
 from tests.tiny_gguf import write_gguf
 from tests.tiny_mmproj import write_mmproj
 from tests.tiny_vision import random_tower

@@ -21,7 +21,8 @@ from tests.plain import plain
 from tests.reference import layers, sample
 from tests.reference.model import forward, generate_greedy
 from tests.tensors import TiledOrder
-from tests.tiny import tiny_checkpoint, tiny_config
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import tiny_config
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (extra: test)"

@@ -21,7 +21,8 @@ from tests.cpu.test_reference import prompt
 from tests.heads import KINDS, kept, loaded, run, sequence
 from tests.reference.layers import linear, rms_norm
 from tests.reference.model import draft_states, hidden_states
-from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_gguf import tiny_gguf
 
 pytest.importorskip("triton")

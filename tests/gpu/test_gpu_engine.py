@@ -32,7 +32,8 @@ from deltic.engine.step import Chunk
 from tests.plain import plain
 from tests.reference.layers import stochastic_bfloat16
 from tests.reference.model import forward
-from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
+from tests.tiny import byte_tokenizer, tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
 
 pytest.importorskip("triton")
 from deltic.models.qwen.gpu_buffers import GpuMemory

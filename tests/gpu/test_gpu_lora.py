@@ -34,7 +34,7 @@ from tests.gpu.test_gpu_drafts import small_checkpoint
 from tests.gpu.test_gpu_engine import Entry, answers, prompt, request
 from tests.planned import settled
 from tests.reference.model import forward
-from tests.tiny import N_REAL_VOCAB
+from tests.tiny_config import N_REAL_VOCAB
 
 
 def terms(rng: np.random.Generator, k: int, rank: int, first: int, n: int, scale: float, n_matrices: int = 1) -> Delta:

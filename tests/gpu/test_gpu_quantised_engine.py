@@ -30,7 +30,8 @@ from tests.gpu.matrices import e4m3_rows
 from tests.plain import plain
 from tests.reference.model import forward
 from tests.tensors import tensor_of
-from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import areas
+from tests.conftest import runs_in_package
 
 ROOT = Path(__file__).parents[2]
 LONG = "import pytest\n\n\n@pytest.mark.long\ndef test_long():\n    pass\n\n\ndef test_short():\n    pass\n"
@@ -150,3 +152,26 @@ def test_long_tests_run_when_their_area_changed_and_then_no_more(tmp_path: Path)
     assert run("--area", "cpu").startswith("2 passed, 2 deselected")
     assert run("--area", "cpu", "--everything").startswith("4 passed")
     assert run().startswith("4 passed")
+
+
+def imported_at_top(path: Path) -> set[str]:
+    """Names of modules that a file of tests imports as it is read, and that those of tests/ import which it names."""
+    names = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    files = {name: ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")}
+    return names.union(*(imported_at_top(file) for name, file in files.items() if file.exists()))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "tests").glob("*/test_*.py")) if runs_in_package(path)],
+    ids=lambda p: p.name,
+)
+def test_what_runs_beside_the_package_needs_no_torch(path: Path) -> None:
+    """Without torch an import ends the whole run there: it comes last in CI."""
+    needed = {name.partition(".")[0] for name in imported_at_top(path)}
+    assert not needed & {"torch", "transformers", "triton", "bench"}

@@ -57,7 +57,8 @@ from deltic.text import SamplingDefaults, Tokenizer, TokenizerError
 from tests.fake_engine import FakeEngineClient
 from tests.fake_hub import hub_with
 from tests.null.test_serve import server_of
-from tests.tiny import HIDDEN, VOCAB_SIZE, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import HIDDEN, VOCAB_SIZE
 from tests.tiny_gguf import checkpoint_values, mtp_values, tiled, tiny_gguf, write_gguf
 
 TYPE = gguf.GGMLQuantizationType

@@ -29,7 +29,7 @@ from deltic.models.qwen.shape import MAX_END_IDS, ModelShape
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.text import SamplingDefaults, Tokenizer, TokenizerError
-from tests.tiny import tiny_config
+from tests.tiny_config import tiny_config
 
 REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError)
 DEEP = "[" * 200_000
