@@ -67,6 +67,9 @@ SIDE = 1024
 """Pixels of a side of the pictures that fill what the server keeps of them: 1024 tokens each."""
 BODY_BYTES = 57_000_000
 QUESTION_BYTES = 50_000_000
+NICENESS, NICEST = -10, 39
+"""Niceness of the measuring client, and what the hostile one adds: on machines of their own, neither would
+take a processor from the server. The kernel cuts the sum to 19."""
 HOST = "127.0.0.1"
 EXPECTED = {"pictures with endless trailers": ("400",)}
 """Statuses of tricks that work where the server refuses, behind the work."""
@@ -412,6 +415,8 @@ async def measure(server: LocalServer, keys: tuple[str, str], minutes: float, po
     sees = any("image" in card.get("input_modalities", ()) for card in cards["data"])
     quiet = Quiet(Endpoint(server.url, keys[0]), model, sees)
     run = Run(quiet.kinds)
+    with contextlib.suppress(PermissionError):  # own_s says what it waited
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     await quiet.store()
     await quiet.fill()
     for _ in range(N_ALONE):
@@ -421,7 +426,7 @@ async def measure(server: LocalServer, keys: tuple[str, str], minutes: float, po
         seconds = min(ROUND_S, minutes * 60)
         given = [server.url, keys[1], model, str(int(sees)), str(seconds), *map(str, ports)]
         hostile = await asyncio.create_subprocess_exec(
-            "nice", "-n", "10", sys.executable, "-m", "bench.hostile", "--attack", *given, stdout=subprocess.PIPE
+            "nice", "-n", str(NICEST), sys.executable, "-m", "bench.hostile", "--attack", *given, stdout=subprocess.PIPE
         )
         ended = asyncio.create_task(hostile.communicate())
         while not ended.done():
