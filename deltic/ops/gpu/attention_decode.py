@@ -253,7 +253,7 @@ def _attended_codes(b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs
 
 
 @triton.jit
-def _record(p_output, p_weight, i_split, b_max, b_sum, b_o, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
+def record(p_output, p_weight, i_split, b_max, b_sum, b_o, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
     """Leaves what a split has come to. b_o [D, GROUP]."""
     o_g, o_d = tl.arange(0, GROUP), tl.arange(0, D)
     tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
@@ -326,7 +326,7 @@ def _all_attended(
         floats = next_floats
         if (n_splits > 1) & ((last - i) % split_tiles == 0):
             b_whole, b_o = _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV)
-            _record(p_output, p_weight, (last - i) // split_tiles, b_max, b_whole, b_o, G, GROUP, D)
+            record(p_output, p_weight, (last - i) // split_tiles, b_max, b_whole, b_o, G, GROUP, D)
             b_new_max = tl.full((GROUP,), float("-inf"), tl.float32)
             b_new_v = tl.zeros((D,), tl.float32)
             b_max, b_sum, b_least = b_new_max, tl.zeros((PAGE, GROUP), tl.float32), tl.zeros((PAGE, GROUP), tl.float32)
@@ -336,7 +336,7 @@ def _all_attended(
 
 
 @triton.jit
-def _merged(
+def merged(
     p_output, p_weight, first, n, STEP: tl.constexpr, weight_first, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     FAN: tl.constexpr,
 ):
@@ -612,7 +612,7 @@ def _attention_decode_kernel(
                     b_v = tl.load(p_values + o_d[:, None], mask=b_old_v, other=0.0)
                 b_max, b_sum, b_o = attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
                 if (n_splits > 1) & (i_tile % split_tiles == 0):
-                    _record(p_output, p_weight, i_tile // split_tiles, b_max, b_sum, b_o, G, GROUP, D)
+                    record(p_output, p_weight, i_tile // split_tiles, b_max, b_sum, b_o, G, GROUP, D)
                     b_max = tl.full((GROUP,), float("-inf"), tl.float32)
                     b_sum, b_o = tl.zeros((GROUP,), tl.float32), tl.zeros((D, GROUP), tl.float32)
         else:
@@ -635,7 +635,7 @@ def _attention_decode_kernel(
                 o_m = tl.arange(0, GP)
                 o_md = o_m[:, None] * D + o_d[None, :]
                 b_merged_gate = _gate(p_gate, stride_s, GATED, G, GP, D, S)
-                b_part, b_part_max, b_part_sum = _merged(
+                b_part, b_part_max, b_part_sum = merged(
                     p_output, p_weight, i_merge * FAN, n_records, 1, i_merge * FAN, G, GP, D, FAN
                 )
                 if n_merges == 1:
@@ -650,7 +650,7 @@ def _attention_decode_kernel(
                     tl.debug_barrier()
                     if tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_merges - 1:
                         tl.store(p_arrived, 0)
-                        b_part, b_part_max, b_part_sum = _merged(
+                        b_part, b_part_max, b_part_sum = merged(
                             p_output, p_weight, 0, n_merges, FAN, records, G, GP, D, FAN
                         )
                         finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
