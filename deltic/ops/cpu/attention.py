@@ -80,28 +80,21 @@ def attn_prepare(
     check("attn_prepare", rotary % 32 == 0 and rotary <= heads.dim, f"rotary dims a multiple of 32, found {rotary}")
     program.call(
         "deltic_attn_prepare",
-        proj,
-        heads.n_q,
-        heads.n_kv,
-        heads.dim,
-        heads.is_gated,
-        inputs.n_tokens,
-        inputs.positions,
-        inputs.positions if inputs.angles is None else inputs.angles,
-        inputs.token_batch_slot,
-        table,
-        stride(table),
-        w.q_norm,
-        w.k_norm,
-        w.eps,
-        w.cos,
-        w.sin,
-        rotary,
-        q_out,
-        pages,
-        stride(pages),
-        _FORMATS.index(cache.format.name),
+        *(proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated),
+        *(inputs.n_tokens, inputs.positions, inputs.positions if inputs.angles is None else inputs.angles),
+        *(inputs.token_batch_slot, table, stride(table)),
+        *(w.q_norm, w.k_norm, w.eps, w.cos, w.sin, rotary),
+        *(q_out, pages, stride(pages), _FORMATS.index(cache.format.name)),
     )
+
+
+def _attended(
+    q: Array, proj: Array, heads: AttentionHeads, inputs: AttentionInputs, pages: Array
+) -> tuple[Array | int, ...]:
+    """Arguments of a kernel: queries, and the pages of the sequences."""
+    i, sizes = inputs, (heads.n_q, heads.n_kv, heads.dim, heads.is_gated)
+    sequences = i.n_seqs, i.seq_start, i.seq_context, i.batch_slot
+    return q, proj, *sizes, pages, stride(pages), *sequences, i.page_table, stride(i.page_table)
 
 
 def attention(
@@ -126,7 +119,7 @@ def attention(
     cache.chosen: int32 [T, n], groups of 4 keys, ascending (ops/cpu/index.py). A token whose context has more
     whole groups reads these, and behind them what is in no whole group, as if they were its context.
     """
-    pages, table, chosen = cache.data, inputs.page_table, cache.chosen
+    chosen = cache.chosen
     _check_pages("attention", heads, cache)
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
@@ -137,25 +130,9 @@ def attention(
     program.call(
         "deltic_attention",
         _FORMATS.index(cache.format.name),
-        q,
-        proj,
-        heads.n_q,
-        heads.n_kv,
-        heads.dim,
-        heads.is_gated,
-        pages,
-        stride(pages),
-        inputs.n_seqs,
-        inputs.seq_start,
-        inputs.seq_context,
-        inputs.batch_slot,
-        table,
-        stride(table),
-        out,
-        records,
-        records.shape[0],
-        chosen,
-        0 if chosen is None else chosen.shape[1],
+        *_attended(q, proj, heads, inputs, cache.data),
+        *(out, records, records.shape[0]),
+        *(chosen, 0 if chosen is None else chosen.shape[1]),
     )
 
 
@@ -175,14 +152,12 @@ def block_attention(
     scratch: proj, float32 [T, row], and records, as of `attention`.
     """
     proj, records = scratch
-    table, (is_causal, window) = inputs.page_table, sees
     _check_pages("block_attention", heads, KvPages(pages, BF16))
     check("block_attention", not heads.is_gated, "heads without gates")
     check("block_attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
     check("block_attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == bfloat16, "bfloat16 out [T, nq d]")
     program.call(
         "deltic_block_attention",
-        *(q, proj, heads.n_q, heads.n_kv, heads.dim, heads.is_gated, pages, stride(pages)),
-        *(inputs.n_seqs, inputs.seq_start, inputs.seq_context, inputs.batch_slot, table, stride(table)),
-        *(out, records, records.shape[0], None, 0, is_causal, window),
+        *_attended(q, proj, heads, inputs, pages),
+        *(out, records, records.shape[0], None, 0, *sees),
     )

@@ -128,19 +128,8 @@ def draft_rows(
     n, n_streams = token_ids.shape[0], whole // h
     fits = hidden.shape == scratch.shape == (n, whole) and out.shape == (n * n_streams, 2 * h)
     check("draft_rows", fits, f"{n} rows")
-    program.call(
-        "deltic_draft_rows",
-        *table.whole.arguments,
-        token_ids,
-        hidden,
-        of_embedding,
-        of_hidden,
-        out,
-        n_tokens,
-        scratch,
-        n_streams,
-        norms.eps,
-    )
+    rows = token_ids, hidden, of_embedding, of_hidden, out, n_tokens, scratch, n_streams
+    program.call("deltic_draft_rows", *table.whole.arguments, *rows, norms.eps)
 
 
 def silu_mul(program: Program, gate_up: Array, out: Array, n_rows: Array) -> None:

@@ -33,6 +33,17 @@ class GdnInputs:
     n_redo: Array  # [S] tokens of the batch slot's window that come before the chunk's
     is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
 
+    @property
+    def chunks(self) -> tuple[Array, ...]:
+        """Arguments of a kernel: tokens, and the state slots that are read and written."""
+        sequences = self.n_seqs, self.seq_start, self.seq_context, self.start_slot, self.state_slot
+        return *sequences, self.snapshot_begin, self.snapshot_n, self.snapshot_slot
+
+    @property
+    def windows(self) -> tuple[Array, ...]:
+        """Arguments of a kernel: what of the windows is read and written."""
+        return self.n_redo, self.is_lazy, self.batch_slot
+
 
 @dataclass(frozen=True)
 class GdnMemory:
@@ -86,8 +97,7 @@ def gdn(
     """
     n_channels, i, m = heads.channels, inputs, memory
     check("gdn", proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
-    indices = (i.seq_start, i.seq_context, i.start_slot, i.state_slot, i.snapshot_begin, i.snapshot_n, i.snapshot_slot)
-    check("gdn", all(index.dtype == np.int32 for index in indices), "int32 indices")
+    check("gdn", all(index.dtype == np.int32 for index in (*i.chunks, *i.windows)), "int32 indices")
     check(
         "gdn",
         len(i.snapshot_begin) == len(i.seq_start) == len(i.state_slot) + 1 == len(i.start_slot) + 1,
@@ -105,48 +115,20 @@ def gdn(
     _check_windows(heads, m.window_columns, m.window_gates)
     program.call(
         "deltic_gdn" if m.states.dtype == np.float32 else "deltic_gdn_bf16",
-        proj,
-        proj.shape[1],
-        i.n_seqs,
-        i.seq_start,
-        i.seq_context,
-        i.start_slot,
-        i.state_slot,
-        i.snapshot_begin,
-        i.snapshot_n,
-        i.snapshot_slot,
-        weights.conv,
-        m.columns,
-        stride(m.columns),
-        m.states,
-        stride(m.states),
-        weights.a_log,
-        weights.dt_bias,
-        weights.norm,
-        eps,
-        heads.n_k,
-        heads.n_v,
-        heads.k_dim,
-        heads.v_dim,
-        heads.tiled,
-        heads.sigmoid_gate,
-        i.n_redo,
-        i.is_lazy,
-        i.batch_slot,
-        m.window_columns,
-        stride(m.window_columns),
-        m.window_gates,
-        stride(m.window_gates),
-        m.layer,
-        out,
+        *(proj, proj.shape[1]),
+        *i.chunks,
+        *(weights.conv, m.columns, stride(m.columns), m.states, stride(m.states)),
+        *(weights.a_log, weights.dt_bias, weights.norm, eps),
+        *(heads.n_k, heads.n_v, heads.k_dim, heads.v_dim, heads.tiled, heads.sigmoid_gate),
+        *i.windows,
+        *(m.window_columns, stride(m.window_columns), m.window_gates, stride(m.window_gates)),
+        *(m.layer, out),
     )
 
 
 def _check_lists(inputs: GdnInputs) -> None:
-    windows = inputs.n_redo, inputs.is_lazy, inputs.batch_slot
     check("gdn", len(inputs.snapshot_n) == len(inputs.snapshot_slot), "one state slot for each snapshot")
-    check("gdn", all(len(index) == len(inputs.state_slot) for index in windows), "a window for each sequence")
-    check("gdn", all(index.dtype == np.int32 for index in windows), "int32 indices of windows")
+    check("gdn", all(len(index) == len(inputs.state_slot) for index in inputs.windows), "a window for each sequence")
 
 
 def _check_state_slots(heads: GdnHeads, state: Array, columns: Array) -> None:

@@ -130,7 +130,5 @@ def ngram_conv(program: Program, inputs: Array, x: Array, conv: Array, steps: Gd
         "ngram_conv", memory.window.shape[1] <= MAX_WINDOW and memory.window.shape[2] == n_channels, "windows [n, W, C]"
     )
     i, m = steps, memory
-    before = i.n_seqs, i.seq_start, i.seq_context, i.start_slot, i.state_slot
-    behind = i.snapshot_begin, i.snapshot_n, i.snapshot_slot, i.n_redo, i.is_lazy, i.batch_slot
     kept = m.columns, stride(m.columns), m.window, stride(m.window)
-    program.call("deltic_ngram_conv", inputs, x, conv, n_channels, n_kept // (TAPS - 1), *before, *behind, *kept)
+    program.call("deltic_ngram_conv", inputs, x, conv, n_channels, n_kept // (TAPS - 1), *i.chunks, *i.windows, *kept)

@@ -92,38 +92,12 @@ def sample(
     p, d = batch_slots, draws
     program.call(
         "deltic_sample",
-        logits,
-        n_vocab,
-        n_real,
-        d.n_draws,
-        d.row,
-        d.batch_slot,
-        d.position,
-        d.n_history,
-        d.n_prompt,
-        p.temperature,
-        p.top_k,
-        p.top_p,
-        p.min_p,
-        p.repetition,
-        p.frequency,
-        p.presence,
-        p.seed,
-        p.history,
-        stride(p.history),
-        d.bias_begin,
-        d.bias_ids,
-        d.bias,
-        d.banned_begin,
-        d.banned,
-        d.masked,
-        d.masks,
-        stride(d.masks),
-        scratch.values,
-        scratch.counts,
-        scratch.candidates,
-        n_scratch,
-        out,
+        *(logits, n_vocab, n_real),
+        *(d.n_draws, d.row, d.batch_slot, d.position, d.n_history, d.n_prompt),
+        *(p.temperature, p.top_k, p.top_p, p.min_p, p.repetition, p.frequency, p.presence, p.seed),
+        *(p.history, stride(p.history)),
+        *(d.bias_begin, d.bias_ids, d.bias, d.banned_begin, d.banned, d.masked, d.masks, stride(d.masks)),
+        *(scratch.values, scratch.counts, scratch.candidates, n_scratch, out),
     )
 
 
@@ -132,17 +106,5 @@ def logprobs(program: Program, logits: Array, n_real: int, entries: LogprobEntri
     ids.
     """
     e = entries
-    program.call(
-        "deltic_logprobs",
-        logits,
-        logits.shape[1],
-        n_real,
-        e.n,
-        e.row,
-        e.target,
-        e.n_top,
-        e.top_ids.shape[1],
-        e.logprob,
-        e.top_ids,
-        e.top_logprobs,
-    )
+    outputs = e.top_ids.shape[1], e.logprob, e.top_ids, e.top_logprobs
+    program.call("deltic_logprobs", logits, logits.shape[1], n_real, e.n, e.row, e.target, e.n_top, *outputs)

@@ -158,18 +158,9 @@ def conv(program: Program, batch: Batch, x: Rows, w: ConvWeights, end: ConvEnd, 
         check("conv", vector is None or (vector.shape == (w.n,) and vector.flags.c_contiguous), f"vectors of {w.n}")
     program.call(
         "deltic_codec_conv",
-        *batch.arguments,
-        *x.arguments,
-        x.rate,
-        w.channels,
-        w.taps,
-        w.dilation,
-        offset,
-        w.data,
-        w.n,
-        w.bias,
-        ACTIVATIONS[end.activation],
-        scale,
+        *(*batch.arguments, *x.arguments, x.rate),
+        *(w.channels, w.taps, w.dilation, offset, w.data, w.n, w.bias),
+        *(ACTIVATIONS[end.activation], scale),
         *(residual.arguments if residual else _NO_ROWS),
         *(out.arguments if out else _NO_ROWS),
         phases,
@@ -225,15 +216,8 @@ def depthwise_norm(
     check("depthwise_norm", x.head == taps - 1 and out.head == 0 and x.rate == out.rate, "x behind taps - 1 rows")
     program.call(
         "deltic_codec_depthwise_norm",
-        *batch.arguments,
-        *x.arguments,
-        x.rate,
-        width,
-        taps,
-        offset,
-        w,
-        bias,
-        *norm,
+        *(*batch.arguments, *x.arguments, x.rate),
+        *(width, taps, offset, w, bias, *norm),
         *out.arguments,
     )
 
@@ -261,15 +245,5 @@ def vocoder_attention(
     check("vocoder_attention", 2 <= window <= MAX_WINDOW, f"a window of 2 to {MAX_WINDOW} frames")
     check("vocoder_attention", cos.shape == sin.shape and cos.shape[1] == dim // 2, "angles of dim / 2")
     check("vocoder_attention", (qkv.rate, qkv.head, out.rate, out.head) == (1, 0, 1, 0), "a row a frame, without heads")
-    program.call(
-        "deltic_codec_attention",
-        *batch.arguments,
-        *qkv.arguments,
-        n_heads,
-        dim,
-        window,
-        cos,
-        sin,
-        offset,
-        *out.arguments,
-    )
+    heads = n_heads, dim, window, cos, sin, offset
+    program.call("deltic_codec_attention", *batch.arguments, *qkv.arguments, *heads, *out.arguments)
