@@ -32,7 +32,7 @@ from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.model import TextModel
-from deltic.runtime.plan import Plan, TextPlan
+from deltic.runtime.plan import Plan, TextPlan, refuse_little_memory
 from deltic.text import SamplingDefaults, Tokenizer
 
 LEAST_PART = 0.05
@@ -90,6 +90,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
     model, store = settle(config, device, format), device.text.counted
     plan: Plan[Any] = plan_of(model, device, max(free, wanted + beside if wanted else 0))
+    if is_here:
+        refuse_little_memory(plan)
     model.check_files(store)
     _check_text(config, has_vocabulary)
     weights = None if plan.speaks else _weights(plan.shape, plan.quantize, store)
@@ -117,10 +119,12 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     if decoders_gb:
         console.print(f"Decoders of pictures may take up to {decoders_gb:.1f} GB of the host's memory more.")
     if isinstance(model, TextModel) and (table_bytes := model.ngram_table_bytes()):
-        console.print(
-            f"The table of n-grams, {table_bytes / 1e9:.1f} GB, stays in its files: a token reads {plan.shape.ngrams.n_heads} rows of "
-            "it. Memory that nothing else takes keeps what was read."
-        )
+        where = "stays in its files", "Memory that nothing else takes keeps what was read."
+        if on_gpu:
+            table_bytes = model.ngram_table_bytes(in_memory=True)
+            where = "is copied to the host's memory, once for all GPUs", "It must fit there beside the host tier."
+        n_rows = f"a token reads {plan.shape.ngrams.n_heads} rows of it"
+        console.print(f"The table of n-grams, {table_bytes / 1e9:.1f} GB, {where[0]}: {n_rows}. {where[1]}")
     console.print(_fit_table(plan))
     if config.lora and not plan.speaks:
         for name, adapter in given_adapters(config, plan.shape).items():

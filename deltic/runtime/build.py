@@ -40,7 +40,7 @@ from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
-from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
+from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan, refuse_little_memory
 from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.voices import open_voices
 
@@ -349,6 +349,7 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
         model = replace(model, shape=replace(model.shape, shares_experts=True))
         plan = make_plan(device.text, model, free_bytes)
         start.notices.append("random experts of each layer do not fit: all layers have those of the first")
+    refuse_little_memory(plan)
     start.lap("plan")
     compiling = device.begin_compiling(plan)  # beside reading the weights
     weights, loaded = device.text_weights(model, plan, start.progress)

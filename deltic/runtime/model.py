@@ -19,7 +19,13 @@ from deltic.models.fields import read_json
 from deltic.models.joint_head import HeadShape
 from deltic.models.loading import PACKED, Declaration, Store
 from deltic.models.packed import check_packed
-from deltic.models.qwen.ngram_table import NgramTable, check_ngram_table, dummy_ngram_table, ngram_table_of
+from deltic.models.qwen.ngram_table import (
+    NgramTable,
+    check_ngram_table,
+    dummy_ngram_table,
+    dummy_table_bytes,
+    ngram_table_of,
+)
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import AttnLayer, Weights, check_weights, dummy_weights, load_weights
@@ -114,19 +120,25 @@ class TextModel(Model[ModelShape]):
             return dummy_ngram_table(self.shape.ngrams, self.config.seed) if self.shape.ngrams else None
         return ngram_table_of(self.directory, self.shape.ngrams)
 
-    def ngram_table_bytes(self) -> int:
-        """Bytes of the table of n-grams in its files; of random weights, of one in bfloat16. 0: there is
-        none.
+    def ngram_table_bytes(self, *, in_memory: bool = False) -> int:
+        """Bytes of the table of n-grams in its files; in_memory: of its copy there, for GPUs. Of random
+        weights, of one in bfloat16. 0: there is none.
 
         Raises CheckpointError as `check_files` does.
         """
         if self.shape.ngrams is None:
             return 0
-        return (
-            2 * self.shape.ngrams.n_params
-            if self.config.dummy
-            else check_ngram_table(self.directory, self.shape.ngrams)
-        )
+        if self.config.dummy is not None:
+            return 2 * self.shape.ngrams.n_params
+        return check_ngram_table(self.directory, self.shape.ngrams, in_memory=in_memory)
+
+    def ngram_copy_bytes(self) -> int:
+        """Bytes of the host's memory that the copy of the table of n-grams takes: of random rows, which are
+        those of one small part again and again, that part's.
+        """
+        if self.shape.ngrams is not None and self.config.dummy is not None:
+            return dummy_table_bytes(self.shape.ngrams)
+        return self.ngram_table_bytes(in_memory=True)
 
     def load_tower(self, store: Store) -> tuple[Vision | None, list[str]]:
         """Weights of the vision tower, if one is run, with how the model wants its pictures; and notices."""

@@ -110,6 +110,8 @@ class Plan(Generic[S]):
     """Room for adapters. Its memory is part of the workspace."""
     table_bytes: int = 0
     """Bytes of the embedding, where a GPU reads its rows from the host's memory."""
+    ngram_bytes: int = 0
+    """Bytes of the table of n-grams in the host's memory, where all GPUs read it."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
     cuts: tuple[Cuts, ...] = ()
@@ -364,6 +366,10 @@ class Kind(ABC, Generic[S]):
         """Bytes of a table of the weights that may lie in the host's memory: a step reads rows of it."""
         return 0
 
+    def ngram_bytes(self, model: Model[S]) -> int:
+        """Bytes of the host's memory for a table of n-grams that the device reads there."""
+        return 0
+
     def picture_tokens(self, config: EngineConfig) -> int:
         """Tokens of a picture, at most. 0: prompts have none."""
         return 0
@@ -435,7 +441,18 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
         n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // page_cost(plan))
         plan = replace(plan, n_pages=n_pages)
     free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
-    return replace(plan, host_bytes=kind.host_bytes(plan, config, free))
+    return replace(plan, host_bytes=kind.host_bytes(plan, config, max(0, free - plan.ngram_bytes)))
+
+
+def refuse_little_memory(plan: Plan[S]) -> None:
+    """Raises ConfigError where the host's memory does not hold the table of n-grams that GPUs read there."""
+    free = free_memory_bytes()
+    if plan.ngram_bytes > free:
+        raise ConfigError(
+            f"the table of n-grams takes {plan.ngram_bytes / 1e9:.1f} GB of the host's memory, where GPUs read it, and "
+            f"{free / 1e9:.1f} GB are free{memory_bound()}; take --device cpu, which reads it in its files, or a machine "
+            "with more memory"
+        )
 
 
 def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
@@ -497,6 +514,7 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         cuts=model.cuts,
         n_gpus=model.n_gpus,
         adapters=model.adapters,
+        ngram_bytes=kind.ngram_bytes(model),
     )
     if not kind.on_gpu:
         host_bytes = plan.whole_pages((config.cache_host_gb or 0.0) * 1e9)

@@ -18,10 +18,11 @@ from torch import Tensor
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError
 from deltic.models.packed import map_packed, pack_model
-from deltic.models.qwen.ngram_table import check_ngram_table, dummy_ngram_table, ngram_table_of
+from deltic.models.qwen import ngram_table
+from deltic.models.qwen.ngram_table import check_ngram_table, dummy_ngram_table, dummy_table_bytes, ngram_table_of
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import DraftHead, Moe, check_weights, dummy_weights, load_weights, stored_shape
-from deltic.ops.arrays import bfloat16
+from deltic.ops.arrays import Array, bfloat16
 from deltic.runtime.build import build_runner, needs_of
 from deltic.runtime.cpu.device import Cpu
 from tests.cpu.test_reference import needs_transformers, prompt, published_model
@@ -279,6 +280,36 @@ def test_a_dummys_table_has_all_rows_and_the_memory_of_a_few() -> None:
     out = np.empty((1, 2560), bfloat16)
     table.gather(np.full((1, 16), ngrams.n_rows - 1), out)
     assert np.isfinite(out.astype(np.float32)).all() and out.astype(bool).any()
+
+
+@pytest.mark.parametrize("kind", ["parts", "fp8", "blocks", "random"])
+def test_a_copy_in_memory_has_the_same_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of its own, and blocks of GGUF as the values that they say."""
+    monkeypatch.setattr(ngram_table, "_COPIED_BYTES", 100_000)
+    monkeypatch.setattr(ngram_table, "_DUMMY_ROWS", 1000)
+    path = tiny_gguf("flash", "Q8_0") if kind == "blocks" else tiny_checkpoint("flash")
+    path = changed_table(to_fp8, tmp_path / "fp8") if kind == "fp8" else path
+    ngrams = ModelShape.from_directory(path).ngrams
+    assert ngrams is not None
+    table = dummy_ngram_table(ngrams, 0) if kind == "random" else ngram_table_of(path, ngrams)
+    assert table is not None
+    taken, told = [], list[tuple[int, int]]()
+
+    def allocate(n_bytes: int) -> Array:
+        taken.append(n_bytes)
+        return np.full(n_bytes, 255, np.uint8)
+
+    copied = table.in_memory(allocate, lambda done, total: told.append((done, total)))
+    assert copied.n_rows == table.n_rows >= ngrams.n_rows and not copied.blocks and not copied.files
+    assert copied.rows_per_part != table.rows_per_part or kind == "random"
+    assert told[-1][0] == told[-1][1] and len(told) == len(taken) == (1 if kind == "random" else len(copied.parts))
+    expected = dummy_table_bytes(ngrams) if kind == "random" else check_ngram_table(path, ngrams, in_memory=True)
+    assert sum(taken) == expected
+    ids = np.arange(ngrams.n_rows // 8 * 8).reshape(-1, 8)
+    rows = [np.empty((len(ids), ngrams.width), bfloat16) for _ in range(2)]
+    for one, out in zip((table, copied), rows, strict=True):
+        one.gather(ids, out)
+    assert rows[0].tobytes() == rows[1].tobytes()
 
 
 def test_the_draft_head_is_found_and_its_two_matrices_are_one() -> None:

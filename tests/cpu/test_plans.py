@@ -8,17 +8,23 @@ from typing import Any
 import pytest
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.models.qwen.ngram_table import ngram_table_of
 from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.weights import empty_weights
 from deltic.models.vision.shape import VisionShape
 from deltic.ops.gpu.launch import Levers
 from deltic.runtime import plan as planner
+from deltic.runtime.build import build_runner, settle
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.gpu import device as gpu
-from deltic.runtime.plan import DECODERS_BYTES, TextPlan
+from deltic.runtime.model import TextModel
+from deltic.runtime.plan import DECODERS_BYTES, TextPlan, make_plan
 from deltic.server.chat import pictures, videos
 from deltic.server.chat.picture_parts import N_DECODING
 from tests.planned import planned
 from tests.plans import GOLDEN, all_plans
+from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
 
 
 def test_plans_are_those_that_were_kept() -> None:
@@ -94,3 +100,52 @@ def test_an_embedding_goes_to_the_host_before_anything_is_halved() -> None:
     small = plan("qwen3.5-27b", 61, max_model_len=65536)
     assert small.max_num_seqs < 8 and small.max_step_tokens == 1024, "sequences go below 8 before a context is refused"
     assert plan("qwen3.5-0.8b", 5).max_num_seqs < 128 and not plan("qwen3.5-0.8b", 5).table_bytes
+
+
+def test_the_table_of_n_grams_is_planned_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU reads it: beside it the host tier has less, and where it does not fit nothing is loaded. A CPU reads
+    the files.
+    """
+    path, settings = tiny_checkpoint("flash"), {"max_num_seqs": 4, "max_model_len": 128, "max_step_tokens": 64}
+    config = EngineConfig(model=str(path), n_pages=8, **settings)  # type: ignore[arg-type]
+    device = gpu.Gpu()
+    model = settle(config, device)
+    assert isinstance(model, TextModel) and model.shape.ngrams is not None
+    n_bytes = 2 * model.shape.ngrams.n_params
+
+    def plan(host_bytes: int, model: TextModel = model) -> TextPlan:
+        return make_plan(device.text, model, 2 << 30, host_bytes)
+
+    assert plan(10**9).ngram_bytes == n_bytes
+    assert plan(2 * plan(10**9).host_bytes + n_bytes).host_bytes == plan(10**9).host_bytes > 0
+    assert plan(2 * plan(10**9).host_bytes + n_bytes - 2).host_bytes == 0
+    monkeypatch.setattr(planner, "free_memory_bytes", lambda: n_bytes - 1)
+    monkeypatch.setattr(gpu, "INTERPRETED", True)
+    monkeypatch.setattr(device, "begin_compiling", lambda plan: pytest.fail("it was loaded"))
+    with pytest.raises(ConfigError, match=r"table of n-grams takes .* GB of the host's memory, .* take --device cpu"):
+        build_runner(config, lambda stage, done: None, device)
+    blocks = settle(EngineConfig(model=str(tiny_gguf("flash", "Q8_0")), **settings), device)  # type: ignore[arg-type]
+    assert isinstance(blocks, TextModel) and plan(10**9, blocks).ngram_bytes == n_bytes > blocks.ngram_table_bytes()
+    in_files = settle(config, Cpu())
+    assert isinstance(in_files, TextModel) and make_plan(Cpu.text, in_files, 10**9).ngram_bytes == 0
+    random = EngineConfig(dummy="qwen3.8-flash-next", device="cuda")
+    shape = published_shape("qwen3.8-flash-next")
+    assert planned(random, shape, device.text, shape.vocab_size, 10**12, 10**11).ngram_bytes == (1 << 16) * 320
+
+
+def test_the_table_of_n_grams_is_copied_once_for_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copying is told of, and a second runner of the same weights takes the same copy."""
+    config = EngineConfig(model=str(tiny_checkpoint("flash")), max_num_seqs=4, max_model_len=128, tensor_parallel=2)
+    device = gpu.Gpu(n_gpus=2)
+    model = settle(config, device)
+    assert isinstance(model, TextModel)
+    plan, told, given = make_plan(device.text, model, 2 << 30, 10**9), list[tuple[str, float]](), list[Any]()
+    weights = [[empty_weights(cuts.shape, None, False)] for cuts in plan.cuts]
+    for (part,) in weights:
+        part.ngram_table = ngram_table_of(model.directory, model.shape.ngrams)
+    monkeypatch.setattr(gpu, "ParallelRunner", lambda plan, devices, weights, *rest: given.append(weights))
+    for _ in range(2):
+        gpu.text_runner(plan, device.devices, weights, lambda stage, done: told.append((stage, done)))
+    tables = {id(part.ngram_table) for of_all in given for (part,) in of_all}
+    assert len(tables) == 1 and given[0][0][0].ngram_table.is_reachable
+    assert told == [("table of n-grams", 1.0)]

@@ -6,10 +6,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from deltic.models.qwen.gpu_streams import hashed_table, reachable_table
+from deltic.models.qwen.ngram_table import ngram_row_ids, ngram_table_of
+from deltic.models.qwen.shape import ModelShape
+from deltic.ops.arrays import bfloat16
 from deltic.ops.contract import KernelError
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Rows
 from deltic.ops.gpu.launch import allocate_in_host
@@ -24,6 +29,8 @@ from deltic.ops.gpu.ngrams import (
     ngram_rows_prefill,
 )
 from tests.reference import flash_next
+from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
 
 EPS = 1e-6
 S, H, N_HEADS, WIDTH = 4, 64, 4, 32
@@ -78,6 +85,25 @@ def test_rows_of_n_grams(device: str, kind: str) -> None:
     ngram_rows_prefill(table, i32(device, [IDS, before, two]), out=out)
     assert torch.equal(out.cpu(), expected)
     assert len(parts) == 4  # they are there as long as the table
+
+
+@pytest.mark.parametrize("stored", ["parts", "blocks"])
+def test_rows_of_a_checkpoint_are_those_that_a_cpu_reads(device: str, stored: str) -> None:
+    """Also of a table in GGUF's blocks, which is values where a GPU reads it."""
+    path = tiny_gguf("flash", "Q8_0") if stored == "blocks" else tiny_checkpoint("flash")
+    shape = ModelShape.from_directory(path)
+    ngrams, table = shape.ngrams, ngram_table_of(path, shape.ngrams)
+    assert ngrams is not None and table is not None
+    reached = reachable_table(table, lambda done, total: None)
+    assert reachable_table(reached, lambda done, total: pytest.fail("once is enough")) is reached
+    ids = torch.randint(shape.vocab_size, (ngrams.size, 40), generator=torch.Generator().manual_seed(0)).int()
+    expected, out = (
+        np.empty((40, ngrams.width), bfloat16),
+        torch.empty(40, ngrams.width, dtype=torch.bfloat16, device=device),
+    )
+    table.gather(ngram_row_ids(ngrams, ids[0].numpy(), ids[1:].T.numpy()), expected)
+    ngram_rows_prefill(hashed_table(reached, ngrams, torch.device(device)), ids.to(device), out=out)
+    assert out.cpu().view(torch.int16).numpy().tobytes() == expected.tobytes()
 
 
 def weights(device: str) -> tuple[NgramVectors, SimpleNamespace]:

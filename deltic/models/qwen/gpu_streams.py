@@ -4,21 +4,21 @@ embedding, which adds to it (models/qwen/weights.py: HyperConnection, Ngrams).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltic.models.fields import UnsupportedModelError
 from deltic.models.loading import transposed
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.qwen.ngram_table import NgramTable
 from deltic.models.qwen.ngrams import NgramShape
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import GdnLayer, HyperConnection, Weights
-from deltic.ops.arrays import front
+from deltic.ops.arrays import Array, front
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import Blocks, Rows
 from deltic.ops.gpu.fp8 import Fp8Rows
@@ -134,9 +134,7 @@ class NgramLayer:
     """The layer that adds what a table holds of the last tokens."""
 
     def __init__(self, shape: ModelShape, weights: Weights, linears: Linears) -> None:
-        """weights: with a table, which is copied to where the GPU reaches it; without one only for what is
-        compiled.
-        """
+        """weights: with a table in memory that the GPU reaches; without one only for what is compiled."""
         assert shape.ngrams is not None
         self._shape, self._ngrams, self._linears = shape, shape.ngrams, linears
         i = next(
@@ -147,7 +145,9 @@ class NgramLayer:
         self._weights = NgramVectors(
             own.key_norm, own.query_norm, own.conv_norm, transposed(own.conv), self._ngrams.size, shape.rms_norm_eps
         )
-        self._table, self._memory = reachable_table(weights.ngram_table, self._ngrams, device_of(weights.lm_head))
+        self._rows = weights.ngram_table
+        """Holds the memory that `_table` has the addresses of."""
+        self._table = hashed_table(self._rows, self._ngrams, device_of(weights.lm_head))
 
     def rows_of_decode(self, history: Tensor, rows: Rows, b: ConnectionBuffers) -> None:
         """Reads what the table holds of each row's last tokens."""
@@ -188,23 +188,27 @@ class NgramLayer:
             ngram_add_prefill(streams, block, inject, kv, w, blocks=where, made=made, columns=columns)
 
 
-def reachable_table(
-    table: NgramTable | None, ngrams: NgramShape, device: torch.device
-) -> tuple[HashedTable, list[Tensor]]:
-    """A table for kernels, and the memory of the host that it lies in, to be held as long as it is read."""
-    memory: dict[int, Tensor] = {}
-    kind, part_rows, scale = "bf16", ngrams.n_rows, 1.0
-    addresses = [0]
-    if table is not None and table.blocks:
-        raise UnsupportedModelError("the table of n-grams", table.blocks, "bf16, f16, f32 or fp8, on a GPU")
+def reachable_table(table: NgramTable, progress: Callable[[int, int], None]) -> NgramTable:
+    """The same rows in memory of the host that every GPU reads, if they are not there yet. progress: as of
+    `NgramTable.in_memory`.
+    """
+    if table.is_reachable:
+        return table
+
+    def allocate(n_bytes: int) -> Array:
+        return np.asarray(allocate_in_host("table of n-grams", (n_bytes,), torch.uint8).numpy())
+
+    return replace(table.in_memory(allocate, progress), is_reachable=True)
+
+
+def hashed_table(table: NgramTable | None, ngrams: NgramShape, device: torch.device) -> HashedTable:
+    """A table that the device reaches, as kernels take it."""
+    kind, part_rows, scale, addresses = "bf16", ngrams.n_rows, 1.0, np.zeros(1, np.int64)
     if table is not None:
-        for part in table.parts:
-            if (address := part.ctypes.data) not in memory:
-                memory[address] = allocate_in_host("table of n-grams", (part.nbytes,), torch.uint8)
-                memory[address].numpy()[:] = part.reshape(-1).view("u1")
-        addresses = [memory[part.ctypes.data].data_ptr() for part in table.parts]
+        assert not table.blocks and (table.is_reachable or device.type != "cuda")
         kinds = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
         kind, part_rows, scale = kinds.get(table.parts[0].dtype.name, "fp8"), table.rows_per_part, table.scale
+        addresses = table.addresses
     assert kind in STORED
 
     def integers(values: object) -> Tensor:
@@ -212,5 +216,4 @@ def reachable_table(
         return tensor.to(device)
 
     of_hash = (integers(values) for values in (ngrams.multipliers, ngrams.primes, ngrams.offsets))
-    rows = HashedTable(integers(addresses), part_rows, ngrams.head_width, kind, scale, ngrams.eos_id, *of_hash)
-    return rows, list(memory.values())
+    return HashedTable(integers(addresses), part_rows, ngrams.head_width, kind, scale, ngrams.eos_id, *of_hash)

@@ -2,8 +2,8 @@
 rows.
 
 The files are mapped, and the system keeps in memory what it has room for. The table is no part of the weights
-that are packed, cut or moved to a GPU. A row is read as bfloat16: what is stored, times the scale. Source of
-the names: the published checkpoints, and vLLM for FP8.
+that are packed, cut or moved to a GPU, which reads a copy in the host's memory. A row is read as bfloat16:
+what is stored, times the scale. Source of the names: the published checkpoints, and vLLM for FP8.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,11 +32,13 @@ _TYPES = ("BF16", "F16", "F32", "F8_E4M3")
 _DUMMY_ROWS = 1 << 16
 _GATHERED = 1 << 16
 """Rows that are converted at a time."""
+_COPIED_BYTES = 1 << 26
+"""Bytes of a part of a copy, at most. Allocators of pinned memory round large sizes up to powers of two."""
 
 
 @dataclass(frozen=True)
 class NgramTable:
-    """Rows of the same width, in parts of as many rows each, one behind another."""
+    """Rows of the same width, in parts of as many rows each, one behind another; the last may have fewer."""
 
     parts: Sequence[Array]
     """Arrays [rows, width], or uint8 [rows, bytes] of blocks."""
@@ -44,6 +46,10 @@ class NgramTable:
     scale: float = 1.0
     blocks: str = ""
     """The type of GGUF's blocks in which rows are stored. Empty: they are values."""
+    files: tuple[mmap.mmap, ...] = ()
+    """Files that are mapped, in which rows are read here and there. Empty: the rows are in memory."""
+    is_reachable: bool = False
+    """True if the rows are in memory that every GPU reads."""
 
     @property
     def rows_per_part(self) -> int:
@@ -51,7 +57,7 @@ class NgramTable:
 
     @property
     def n_rows(self) -> int:
-        return len(self.parts) * self.rows_per_part
+        return sum(len(part) for part in self.parts)
 
     @cached_property
     def addresses(self) -> Array:
@@ -63,6 +69,29 @@ class NgramTable:
     @property
     def row_bytes(self) -> int:
         return self.parts[0].strides[0]
+
+    def in_memory(self, allocate: Callable[[int], Array], progress: Callable[[int, int], None]) -> NgramTable:
+        """Copies the rows: as they are stored, those in GGUF's blocks as bfloat16.
+
+        allocate: gives uint8 [n] of memory that is to hold them. progress: takes the rows that are copied,
+        and all rows.
+        """
+        first, dtype = self.parts[0], np.dtype(bfloat16) if self.blocks else self.parts[0].dtype
+        n_times = len(self.parts) if all(part is first for part in self.parts) else 1  # random rows
+        n_rows, row_bytes = self.n_rows // n_times, self.width * dtype.itemsize
+        n_each = n_rows if n_times > 1 else min(n_rows, max(1, _COPIED_BYTES // row_bytes))
+        for file in self.files:
+            file.madvise(mmap.MADV_SEQUENTIAL)
+        parts = list[Array]()
+        for begin in range(0, n_rows, n_each):
+            end = min(begin + n_each, n_rows)
+            parts.append(allocate((end - begin) * row_bytes).view(dtype).reshape(end - begin, self.width))
+            for at in range(begin - begin % self.rows_per_part, end, self.rows_per_part):
+                some = slice(max(at, begin), min(at + self.rows_per_part, end))
+                stored = self.parts[at // self.rows_per_part][some.start - at : some.stop - at]
+                parts[-1][some.start - begin : some.stop - begin] = self._values(stored) if self.blocks else stored
+            progress(end, n_rows)
+        return replace(self, parts=parts * n_times, blocks="", files=())
 
     def gather(self, ids: Array, out: Array) -> None:
         """Reads rows: ids int64 [T, heads], out bfloat16 [T, heads * width]."""
@@ -111,14 +140,18 @@ def ngram_table_of(path: Path, ngrams: NgramShape | None) -> NgramTable | None:
             f"{parts[0].file}: ngram_embedding.weight_scale is {factor}, no scale; get the checkpoint anew"
         )
     blocks = parts[0].dtype if parts[0].dtype in QUANTISED else ""
-    return NgramTable([_mapped(part) for part in parts], ngrams.head_width, factor, blocks)
+    mapped, rows = zip(*(_mapped(part) for part in parts), strict=True)
+    return NgramTable(rows, ngrams.head_width, factor, blocks, mapped)
 
 
-def check_ngram_table(path: Path, ngrams: NgramShape) -> int:
+def check_ngram_table(path: Path, ngrams: NgramShape, *, in_memory: bool = False) -> int:
     """Raises what `ngram_table_of` does for names, sizes and types, without reading a value. Returns the
-    bytes of the table.
+    bytes of the table; in_memory: of its copy there.
     """
-    return sum(part.end - part.begin for part in _checked(path, ngrams)[0])
+    parts, _ = _checked(path, ngrams)
+    if in_memory and parts[0].dtype in QUANTISED:
+        return 2 * ngrams.n_params
+    return sum(part.end - part.begin for part in parts)
 
 
 def _checked(path: Path, ngrams: NgramShape) -> tuple[list[Header], Header | None]:
@@ -167,8 +200,8 @@ def _headers_of(path: Path, layer: int) -> dict[str, Header]:
     return {match[1]: header for match, header in found if match}
 
 
-def _mapped(header: Header) -> Array:
-    """A tensor of a file, mapped for reading here and there."""
+def _mapped(header: Header) -> tuple[mmap.mmap, Array]:
+    """A file, mapped for reading here and there, and the rows of a tensor in it."""
     try:
         with header.file.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -177,7 +210,7 @@ def _mapped(header: Header) -> Array:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{header.file}: cannot be read ({error}); {mending(header.file)}") from error
     rows = flat.reshape(header.shape[0], -1)
-    return rows if header.dtype in QUANTISED else np.asarray(rows.view(DTYPES[header.dtype]))
+    return mapped, rows if header.dtype in QUANTISED else np.asarray(rows.view(DTYPES[header.dtype]))
 
 
 def dummy_ngram_table(ngrams: NgramShape, seed: int) -> NgramTable:
@@ -188,6 +221,11 @@ def dummy_ngram_table(ngrams: NgramShape, seed: int) -> NgramTable:
     part = np.empty(rows.shape, bfloat16)
     copy(part, rows * np.float32(0.1))
     return NgramTable([part] * -(-ngrams.n_rows // _DUMMY_ROWS), ngrams.head_width)
+
+
+def dummy_table_bytes(ngrams: NgramShape) -> int:
+    """Bytes of the memory of such a table."""
+    return _DUMMY_ROWS * ngrams.head_width * 2
 
 
 def ngram_row_ids(ngrams: NgramShape, ids: Array, previous: Array) -> Array:

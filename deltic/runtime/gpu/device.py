@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from deltic.models.fields import CheckpointError, UnsupportedModelError, refuse_
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
-from deltic.models.qwen.gpu_streams import NGRAM_RING
+from deltic.models.qwen.gpu_streams import NGRAM_RING, reachable_table
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import Weights, empty_weights, weight_bytes
@@ -45,7 +46,7 @@ from deltic.runtime.gpu.parallel import ParallelRunner, part_of_progress
 from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
-from deltic.runtime.model import PartWeights, S, SpeechModel, TextModel, Vision
+from deltic.runtime.model import Model, PartWeights, S, SpeechModel, TextModel, Vision, of_stage
 from deltic.runtime.plan import Plan, SpeechKind, SpeechPlan, TextKind, TextPlan, counted
 
 INTERPRETED_BYTES = 2 << 30
@@ -149,6 +150,9 @@ class TextOnGpu(OnGpu, TextKind):
         is_apart = not plan.cuts and not plan.shape.tie_word_embeddings
         return self.embedding_bytes(plan.shape, plan.quantize) if is_apart else 0
 
+    def ngram_bytes(self, model: Model[ModelShape]) -> int:
+        return model.ngram_copy_bytes() if isinstance(model, TextModel) else 0
+
     def state_bytes(self, shape: ModelShape) -> int:
         own = 0 if shape.ngrams is None else (shape.ngrams.window + NGRAM_RING) * shape.stream_size * 2
         return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING + own
@@ -218,8 +222,13 @@ def text_runner(
     vision: Vision | None = None,
 ) -> GpuTextRunner | ParallelRunner:
     """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts; an embedding that is
-    planned in the host's memory moves there. The rest is as a GpuTextRunner takes it.
+    planned in the host's memory moves there, and a table of n-grams, once for all. The rest is as a
+    GpuTextRunner takes it.
     """
+    if (table := weights[0][0].ngram_table) is not None:
+        table = reachable_table(table, of_stage(progress, "table of n-grams"))
+        for part in chain.from_iterable(weights):
+            part.ngram_table = table
     if plan.table_bytes:
         weights[0][0].embed = in_host(weights[0][0].embed)
         torch.cuda.empty_cache()
