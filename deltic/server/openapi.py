@@ -1,15 +1,19 @@
 """A row of the table of routes, and the OpenAPI document of all, made from the structs that their bodies are
-parsed with and those that describe their answers.
+parsed with and the schemas of their answers (answers.json).
 
 What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says
 so. A field is described by the docstring behind it, else by its name (fields.toml). Examples of bodies are
 in examples.toml, all other texts in openapi.toml.
+
+Answers are written as bytes where they are made, since a token costs one small encoding there. So nothing
+constructs what answers.json describes; tests hold real answers to it, and find a field that is missing there.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -25,7 +29,6 @@ from starlette.types import ASGIApp
 
 from deltic import __version__
 from deltic.json_types import JsonObject
-from deltic.server.api.answers import ErrorAnswer, OllamaErrorAnswer, ServerStatus
 from deltic.server.service import Kind, Service
 from deltic.server.transport import ANTHROPIC, OLLAMA
 
@@ -73,7 +76,9 @@ class Route:
     gives: tuple[str, ...] = (JSON,)
     """The media types of its answers, beside events and lines."""
     answer: Any = None
-    """The type of its JSON; None: any JSON, or no JSON."""
+    """The type of its JSON: a struct, where one is constructed, or a name of answers.json. None: any JSON, or
+    none.
+    """
     event: Any = None
     """The type of the data of an event, or of a line, of its streams."""
 
@@ -82,20 +87,26 @@ class Schemas:
     """The JSON schemas of all types of a table of routes, with texts."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        types = [ErrorAnswer, OllamaErrorAnswer, ServerStatus]
-        types += [each for route in routes for each in (route.body, route.answer, route.event, route.query) if each]
-        types = list(dict.fromkeys(types))
+        named = {each for route in routes for each in (route.body, route.answer, route.event, route.query) if each}
+        types = [each for each in named if not isinstance(each, str)]
         schemas, self.components = msgspec.json.schema_components(
             types, schema_hook=lambda _: {"description": "Any JSON."}, ref_template="#/components/schemas/{name}"
         )
-        self._schema_of = dict(zip(types, schemas, strict=True))
-        structs = {struct for each in types for struct in _structs(msgspec.inspect.type_info(each))}
-        for struct in structs:
+        self._schema_of: dict[Any, JsonObject] = dict(zip(types, schemas, strict=True)) | answers()["alternatives"]
+        for struct in {struct for each in types for struct in _structs(msgspec.inspect.type_info(each))}:
             self._describe(struct)
+        for name, schema in answers()["types"].items():
+            self.components[name] = _component(name, schema)
+            self._schema_of[name] = {"$ref": f"#/components/schemas/{name}"}
 
     def of(self, kind: Any) -> JsonObject:
         """The schema of a type; of None that of any JSON."""
         return {} if kind is None else self._schema_of[kind]
+
+    def said(self, kind: Any) -> str:
+        """The description of an answer."""
+        component = self.components.get(self.of(kind).get("$ref", "").rpartition("/")[2], {})
+        return str(component.get("description", "The answer."))
 
     def properties(self, struct: type[msgspec.Struct]) -> dict[str, JsonObject]:
         """The properties of a struct, by name."""
@@ -135,6 +146,23 @@ def _structs(info: Any) -> Iterator[type[msgspec.Struct]]:
 @cache
 def _named_fields() -> dict[str, str]:
     return tomllib.loads(Path(__file__).with_name("fields.toml").read_text())
+
+
+@cache
+def answers() -> dict[str, dict[str, JsonObject]]:
+    """The JSON schemas of answers. `types` are objects, which become components; `alternatives` are unions
+    and lists of them, under the names that routes have for them.
+    """
+    read: dict[str, dict[str, JsonObject]] = json.loads(Path(__file__).with_name("answers.json").read_text())
+    return read
+
+
+def _component(name: str, schema: JsonObject) -> JsonObject:
+    """A type of answers.json with its title and a text for each field. One without a default is required."""
+    fields = schema["properties"]
+    properties = {field: {"description": _named_fields().get(field, ""), **own} for field, own in fields.items()}
+    required = [field for field, own in fields.items() if "default" not in own]
+    return {"title": name, "type": "object", **schema, "properties": properties, "required": required}
 
 
 @cache
@@ -236,11 +264,9 @@ def _operation(route: Route, path: str, schemas: Schemas) -> JsonObject:
 def _responses(route: Route, path: str, schemas: Schemas) -> JsonObject:
     """The answers of a route, by status."""
     if path.startswith(OLLAMA):
-        error = schemas.of(OllamaErrorAnswer)
+        error = schemas.of("OllamaErrorAnswer")
     else:
-        error = (
-            {"$ref": "#/components/schemas/AnthropicError"} if path.startswith(ANTHROPIC) else schemas.of(ErrorAnswer)
-        )
+        error = schemas.of("AnthropicError" if path.startswith(ANTHROPIC) else "ErrorAnswer")
     content: JsonObject = {kind: {} for kind in route.gives}
     if JSON in content:
         content[JSON] = {"schema": schemas.of(route.answer)}
@@ -249,23 +275,14 @@ def _responses(route: Route, path: str, schemas: Schemas) -> JsonObject:
         event = schemas.of(route.event)
         either = event if "discriminator" in event else {"anyOf": [event, error]}
         content[LINES if path.startswith(OLLAMA) else EVENTS] = {"schema": either}
-    responses: JsonObject = {"200": {"description": _said(route.answer), "content": content}}
+    responses: JsonObject = {"200": {"description": schemas.said(route.answer), "content": content}}
     for status, text in _texts()["failures"].items():
         if not route.open_ or status in _OF_OPEN_ROUTES or (status == "404" and "{" in path):
             responses[status] = {"description": text, "content": {JSON: {"schema": error}}}
     if route.open_:
-        status_body = {JSON: {"schema": schemas.of(ServerStatus)}}
+        status_body = {JSON: {"schema": schemas.of("ServerStatus")}}
         responses["503"] = {"description": "The engine is not ready.", "content": status_body}
     return responses
-
-
-def _said(answer: Any) -> str:
-    """The docstring of an answer in one line."""
-    return (
-        " ".join((getattr(answer, "__doc__", None) or "The answer.").split())
-        if isinstance(answer, type)
-        else "The answer."
-    )
 
 
 def _parameters(route: Route, path: str, schemas: Schemas) -> list[JsonObject]:

@@ -244,6 +244,7 @@ FOR_ALL = {
     "_documented",
     "_named_fields",
     "_texts",
+    "answers",
     "examples",
     "Schemas",
     "_trust",

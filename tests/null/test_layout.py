@@ -26,10 +26,10 @@ REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir()) + sorted(PACKAGE.rglob("*.cu"))
 
-MAX_SOURCE_FILES = 303
+MAX_SOURCE_FILES = 298
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 65_041
+MAX_PACKAGE_LINES = 64_338
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
 MAX_PARAMETERS = 8

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 from deltic.server.api import decode
 from deltic.server.app import ROUTES
 from deltic.server.errors import ApiError
-from deltic.server.openapi import document, examples
+from deltic.server.openapi import answers, document, examples
 from tests import wire
 from tests.fake_engine import END, FakeEngineClient, make_app, saying, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app
@@ -110,6 +110,13 @@ def test_every_route_says_what_it_answers() -> None:
     """But for binary files, pages, and one that only refuses."""
     silent = {r.path for r in ROUTES if "application/json" in r.gives and r.answer is None}
     assert silent == {"/v1/responses/{response_id}/cancel", "/openapi.json"}
+
+
+def test_every_schema_of_an_answer_is_used() -> None:
+    """Its name stands in a row of the routes, or in a schema that is used."""
+    text = json.dumps(DOCUMENT)
+    assert [name for name in answers()["types"] if f'"#/components/schemas/{name}"' not in text] == []
+    assert answers()["alternatives"].keys() <= {name for r in ROUTES for name in (r.answer, r.event)}
 
 
 def test_every_body_has_an_example_that_is_one() -> None:

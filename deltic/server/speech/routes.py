@@ -33,7 +33,6 @@ from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.openapi import Route
 from deltic.server.preparation import Preparation
 from deltic.server.service import Server, Service
-from deltic.server.speech import answers
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
     MEDIA_TYPES,
@@ -569,12 +568,12 @@ SPEECH = partial(Route, kind="speech")
 # fmt: off
 ROUTES = (
     SPEECH("POST", "/v1/audio/speech", speak, SpeechRequest, generates=True, gives=tuple(MEDIA_TYPES.values()),
-           event=answers.AudioEvent),
+           event="AudioEvent"),
     SPEECH("POST", "/v1/audio/speech/batch", speak_batch, SpeechBatchRequest, generates=True,
-           answer=answers.SpokenBatch),
-    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True, answer=answers.VoiceList),
-    SPEECH("POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True, answer=answers.VoiceAdded),
-    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True, answer=answers.VoiceDeleted),
+           answer="SpokenBatch"),
+    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True, answer="VoiceList"),
+    SPEECH("POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True, answer="VoiceAdded"),
+    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True, answer="VoiceDeleted"),
 )
 # fmt: on
 """The routes that models which speak have."""
