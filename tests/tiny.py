@@ -17,7 +17,7 @@ import math
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,6 +53,9 @@ from tests.tiny_config import (
     tiny_config,
 )
 from tests.tiny_vision import random_tower
+
+if TYPE_CHECKING:
+    import pytest
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -92,6 +95,13 @@ TOWER: dict[str, Any] = {
     "out_hidden_size": HIDDEN,
     "num_position_embeddings": 2304,
 }
+
+
+def set_sizes(patch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    """Has checkpoints that are made from now on in other sizes, by their names in tests/tiny_config.py."""
+    for name, value in sizes.items():
+        patch.setattr(f"tests.tiny.{name}", value)
+        patch.setattr(f"tests.tiny_config.{name}", value)
 
 
 @functools.cache

@@ -50,8 +50,7 @@ def small_checkpoint(kind: str) -> Path:
     if HAS_GPU:
         return tiny.tiny_checkpoint(kind, has_mtp=True)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(tiny, name, value)
+        tiny.set_sizes(patch, SMALL)
         return tiny.tiny_checkpoint(kind, has_mtp=True, seed=1)
 
 

@@ -51,8 +51,7 @@ def checkpoint(kind: str, **more: Any) -> Path:
     if not INTERPRETED:
         return tiny.tiny_checkpoint(kind, **more)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SIZES.items():
-            patch.setattr(tiny, name, value)
+        tiny.set_sizes(patch, SIZES)
         return tiny.tiny_checkpoint(kind, seed=3, **more)
 
 
