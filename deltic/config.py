@@ -122,6 +122,15 @@ class EngineConfig:
         "pages and slots, or half as much again as sequences need; at most 80 %% of what is free)",
         least=0.01,
     )
+    expert_memory: float | None = knob(
+        None,
+        "GB of memory for the routed experts of a mixture; those that do not fit stay on the disk (a packed model, or "
+        "--weights-cache), and answers stay the same, to the bit (default: all of them, else what fits)",
+        metavar="GB",
+        kind="text",
+        device="cpu",
+        least=0.0,
+    )
     max_model_len: int | None = knob(
         None,
         "longest sequence, prompt and answer together (default: the model's, at most 32768)",

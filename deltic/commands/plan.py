@@ -20,18 +20,19 @@ from deltic.models.checkpoint import ALL_FILES, DEMO, model_name, speaks, text_d
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf
 from deltic.models.hub import is_hub_name, outline, wanted_of
-from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
+from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store, shares_text
+from deltic.models.packed import cache_file
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
-from deltic.roofs import beyond_caches, multiply_peak, read_bandwidth
+from deltic.roofs import beyond_caches, disk_bandwidth, multiply_peak, read_bandwidth
 from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
-from deltic.runtime.model import TextModel
+from deltic.runtime.model import Model, TextModel
 from deltic.runtime.plan import Plan, TextPlan, refuse_little_memory
 from deltic.text import SamplingDefaults, Tokenizer
 
@@ -133,7 +134,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
     try:
-        console.print(_speed_table(plan, weights, store, _roofs(plan, weights, on_gpu) if is_here else None))
+        roofs = _roofs(plan, weights, on_gpu) if is_here else None
+        console.print(_speed_table(plan, weights, store, roofs, _link(plan, model) if roofs else None))
     except RuntimeError:  # torch's out of memory
         console.print("The roofs were not measured: too little of the GPU's memory is free.")
     return out.getvalue()
@@ -219,6 +221,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
             plan.adapters.n_bytes,
             f"room for {plan.adapters.n} of rank up to {plan.adapters.rank}; their buffers are in the workspace",
         ),
+        "experts": (plan.outside_bytes, "not in memory: on the disk, and read when they are used"),
         "total": (
             plan.total_bytes - (plan.host_bytes if on_gpu else 0),
             f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less",
@@ -229,6 +232,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         left_out |= set() if plan.table_bytes else {"embedding"}
         left_out |= set() if plan.adapters.n else {"adapters"}
         left_out |= set() if plan.drafter else {"draft model"}
+        left_out |= set() if plan.outside_bytes else {"experts"}
         left_out |= set() if plan.tower else {"vision tower", "pictures"}
         if name not in left_out:
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
@@ -377,9 +381,34 @@ def _roofs(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> tuple[floa
     return read, sum(most.values()) / seconds
 
 
-def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: tuple[float, float] | None) -> Table:
+def _link(plan: Plan[Any], model: Model[Any]) -> float | None:
+    """Bytes a second, measured now, at which experts come from the disk. None: none do, or the file is not
+    there yet.
+    """
+    if not plan.outside_bytes:
+        return None
+    files = [model.directory / PACKED]
+    if model.config.weights_cache is not None:
+        files.append(cache_file(model.config, model.directory, plan.shape.has_draft_head))
+    file = next((file for file in files if file.exists()), None)
+    return None if file is None else disk_bandwidth(file)
+
+
+def outside_bytes(plan: TextPlan, n_seqs: int) -> float:
+    """Bytes of experts that a decode of n_seqs sequences finds outside, by uniform routing."""
+    shape = plan.shape
+    if not plan.outside_bytes:
+        return 0.0
+    used = 1 - (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
+    return plan.outside_bytes * used
+
+
+def _speed_table(
+    plan: Plan[Any], weights: Weights | None, store: Store, roofs: tuple[float, float] | None, link: float | None = None
+) -> Table:
     """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the
-    multiply rate. Without roofs, the bytes of a step.
+    multiply rate. Without roofs, the bytes of a step. link: as of `_link`;
+    what is outside comes before it is read.
     """
     shape, context = plan.shape, min(CONTEXT, plan.max_model_len)
     if plan.speaks:
@@ -399,6 +428,8 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
         title = "Roofline" if roofs else "What a step must move; a GPU's bandwidth bounds the speed"
     if roofs:
         title += f" at {roofs[0] / 1e9:.1f} GB/s and {roofs[1] / 1e9:.0f} Gop/s (measured now)"
+    if link:
+        title += f", experts from outside at {link / 1e9:.1f} GB/s, evenly chosen"
     columns = (speed, "bound by") if roofs else ("GB",)
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
@@ -408,9 +439,11 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
             table.add_row(name, f"{n_bytes / 1e9:.2f}")
             continue
         memory_s, compute_s = n_bytes / roofs[0], n * work / roofs[1]
-        least_s = max(memory_s, compute_s)
+        brought_s = outside_bytes(plan, n) / link if link else 0.0
+        least_s = max(memory_s, compute_s) + brought_s
         value = f"{1000 * least_s:.0f}" if plan.speaks else f"{n / least_s:.1f}"
-        table.add_row(name, value, "memory" if memory_s >= compute_s else "arithmetic")
+        slower = "memory" if memory_s >= compute_s else "arithmetic"
+        table.add_row(name, value, "the disk" if brought_s > max(memory_s, compute_s) else slower)
     if roofs and not plan.speaks:
         table.add_row("prefill", f"{roofs[1] / body:.0f}", "arithmetic")
     return table

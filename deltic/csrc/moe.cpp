@@ -5,6 +5,9 @@
 //
 // The last logit of a token is the gate of the shared expert.
 // A token's outputs are combined in the order of its slots, so neither the grouping nor the neighbours touch its bits.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "kernel.h"
 #include "lora.h"
 
@@ -69,16 +72,24 @@ int64_t group_by_adapter(const Routing& r, int64_t n_slots, int64_t n_experts, i
     return n;
 }
 
+// Asks the system for memory that is mapped of a file, and does not wait: it reads the pages that are not there, together.
+void read_ahead(const uint8_t* data, int64_t n_bytes) {
+    constexpr uintptr_t MOST = 128 << 10;  // Linux reads less than a larger range where a device asks for no more at a time
+    const uintptr_t page = sysconf(_SC_PAGESIZE), end = (uintptr_t)data + n_bytes;
+    for (uintptr_t at = (uintptr_t)data / page * page; at < end; at += MOST)
+        madvise((void*)at, end - at < MOST ? end - at : MOST, MADV_WILLNEED);
+}
+
 }  // namespace
 
 // h bf16 [T, H] (normed input), logits f32 [T, E + 1], residual f32 [T, H], T (counted), E, k, norm,
 // gate_up (packed, E matrices [2M, H]), rest (its last rows, where they have a format of their own, else nothing), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
 // scratch: expert i32 [T k], weight f32 [T k], order i32 [T k], begin i32 [E + 1], probabilities f32 [T, E + 16],
 // rows u8 [T k, row_bytes of the wider], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H],
-// adapters as of gate_up (as in lora.cpp; no groups: none), the table of those of down, scratch of T k rows, groups i32 [4 T k]
+// adapters as of gate_up (as in lora.cpp; no groups: none), the table of those of down, scratch of T k rows, groups i32 [4 T k], on_disk: the experts are mapped and not all in memory
 KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted n_tokens, int64_t n_experts, int64_t k, bool norm,
        Matrix gate_up, Matrix rest, Matrix down, const float* shared, Routing r, float* probabilities, uint8_t* workspace, float* up, bf16* act,
-       float* y, Adapters adapters, const int64_t* down_table, LoraScratch s, int32_t* groups) {
+       float* y, Adapters adapters, const int64_t* down_table, LoraScratch s, int32_t* groups, bool on_disk) {
     if (n_tokens == 0) return;
     const int64_t width = down.n, inner = down.k;
 
@@ -86,6 +97,12 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
         route(logits + t * (n_experts + 1), n_experts, k, norm, r.expert + t * k, r.weight + t * k, probabilities + t * (n_experts + 16));
     });
     group(r, n_tokens * k, n_experts);
+    if (on_disk)
+        parallel_for(n_experts, [&](int64_t e, int) {
+            if (r.begin[e] == r.begin[e + 1]) return;
+            for (const Matrix& w : {gate_up, rest, down})
+                if (w.n) read_ahead(w.expert(e).data, w.n_strips() * w.strip_bytes());
+        });
     const int64_t n_groups = adapters.n_groups ? group_by_adapter(r, n_tokens * k, n_experts, k, adapters.slot_of, groups) : 0;
     // out[slot] += the adapters' terms of it.
     auto adapted = [&](const int64_t* table, int64_t width, auto input, float* out, int64_t stride) {

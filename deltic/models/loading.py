@@ -11,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
+import os
 import re
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,6 +100,9 @@ a GPU they are worth the calls.
 
 _UNIT: dict[Layout, int] = {"panels": PANEL, "rows": BLOCK_ROWS}
 """Rows that stay together: of a panel, and of what --quantize fp8 rounds by blocks."""
+
+_LEAST_ON_DISK = 1 << 20
+"""Bytes of a part from which on `OnDisk` has it on the disk."""
 
 _MOST_THREADS = 8
 """Threads that read, at most: Python's lock keeps more of them waiting."""
@@ -185,6 +191,12 @@ class Parts:
                     yield name if len(part.segments) == 1 else f"{name}.{i}", segment.data
             else:
                 yield name, part
+
+    def experts(self) -> dict[str, Any]:
+        """The memory of matrices of which there are several, of routed experts, as of `named_memory`."""
+        several = {name for name, part in self.named_parts() if isinstance(part, Matrix) and part.n_matrices > 1}
+        memory = self.named_memory()
+        return {name: part for name, part in memory if name in several or name.rpartition(".")[0] in several}
 
     def replace(self, memory: dict[str, Array]) -> None:
         """Puts other memory, as bytes by the names of `named_memory`, in the place of every part's."""
@@ -282,6 +294,25 @@ class Host:
         for begin in range(at, n, len(block)):
             copy(flat[begin : begin + len(block)], block[: n - begin])
         self.put(part, flat)
+
+
+@dataclass(frozen=True)
+class OnDisk(Host):
+    """Memory that is files without a name in a directory: the system takes it where it needs memory, and so
+    more can be packed than it has.
+    """
+
+    directory: Path = Path()
+
+    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Raises OSError where the disk has no room."""
+        n_bytes = math.prod(size) * np.dtype(dtype).itemsize
+        if n_bytes < _LEAST_ON_DISK:
+            return super().empty(size, dtype)
+        with tempfile.TemporaryFile(dir=self.directory) as file:
+            os.posix_fallocate(file.fileno(), 0, n_bytes)  # a full disk would end the process later
+            mapped = mmap.mmap(file.fileno(), n_bytes)
+        return np.frombuffer(mapped, np.uint8).view(dtype).reshape(size)
 
 
 class Counted(Host):

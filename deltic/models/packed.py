@@ -34,8 +34,18 @@ from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
-from deltic.models.loading import PACKED, Host, Parts, Progress, Skipped, checkpoint_files, read_headers, shares_text
-from deltic.models.mapped import Header, MappedFiles, read_header
+from deltic.models.loading import (
+    PACKED,
+    Host,
+    OnDisk,
+    Parts,
+    Progress,
+    Skipped,
+    checkpoint_files,
+    read_headers,
+    shares_text,
+)
+from deltic.models.mapped import Header, MappedFiles, map_at_random, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import (
     DRAFT_HEAD,
@@ -194,19 +204,19 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     check_rounded(config)
     largest = max(p.n * p.k * 2 for p in _matrices(shape, config.rounded))  # whole while it is packed
     needed, free = weight_bytes(shape, config.rounded) + largest, free_memory_bytes()
-    if needed > free:
-        smaller = "" if shape.formats else "--quantize int4, or "
+    if largest > free:
         raise ConfigError(
-            f"packing takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{memory_bound()}; take {smaller}a "
-            "machine with more"
+            f"packing takes {largest / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free{memory_bound()}; take a machine with more"
         )
-    weights, notices = load_weights(
-        source,
-        shape,
-        lambda done, total: progress("packing", done / total),
-        quantize=config.rounded,
-        store=Host(config.threads or n_usable_cpus()),
-    )
+    n_threads = config.threads or n_usable_cpus()
+    store = Host(n_threads) if needed <= free else OnDisk(n_threads, directory=target.absolute().parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        weights, notices = load_weights(
+            source, shape, lambda done, total: progress("packing", done / total), quantize=config.rounded, store=store
+        )
+    except OSError as error:
+        raise ConfigError(f"--out {target}: cannot be written ({error})") from error
     try:
         # The weights last: a directory without them is no model yet, and is not taken for one.
         _copy_model_files(source, target)
@@ -246,15 +256,15 @@ def _metadata(file: Path) -> tuple[str | None, list[str]]:
 
 
 def map_packed(
-    file: Path, shape: ModelShape, n_threads: int, progress: Progress | None = None
+    file: Path, shape: ModelShape, n_threads: int, progress: Progress | None = None, *, reads_experts: bool = True
 ) -> tuple[Weights, list[str]]:
     """The weights as views of the mapped file, every page of it touched, and the notices of when it was
-    packed.
+    packed. reads_experts: False leaves routed experts on the disk until they are used.
 
     Raises CheckpointError for a file that is damaged, of another version or of another model.
     """
 
-    return map_parts(file, partial(_unfilled, shape), n_threads, progress)
+    return map_parts(file, partial(_unfilled, shape), n_threads, progress, reads_experts=reads_experts)
 
 
 def _unfilled(shape: ModelShape, quantize: str | None, names: set[str]) -> Weights:
@@ -268,15 +278,24 @@ def check_packed(file: Path, shape: ModelShape) -> None:
 
 
 def map_parts(
-    file: Path, empty: Callable[[str | None, set[str]], P], n_threads: int, progress: Progress | None = None
+    file: Path,
+    empty: Callable[[str | None, set[str]], P],
+    n_threads: int,
+    progress: Progress | None = None,
+    *,
+    reads_experts: bool = True,
 ) -> tuple[P, list[str]]:
     """Does what map_packed does, for any model: `empty` gives its weights without memory, from the format and
     the names in the file.
     """
     weights, notices, placed = _placed(file, empty)
     files, mapped = MappedFiles(), dict[str, Array]()
-    total, done = sum(n_bytes for _, n_bytes in placed.values()), 0
+    left = set() if reads_experts else weights.experts().keys()
+    total, done = sum(n_bytes for name, (_, n_bytes) in placed.items() if name not in left), 0
     for name, (header, n_bytes) in placed.items():
+        if name in left:
+            mapped[name] = map_at_random(header)[:n_bytes]
+            continue
         stored = files.read(header)
         mapped[name] = stored[:n_bytes]
         _touch(stored, n_threads)
@@ -345,11 +364,14 @@ def through_cache(
     load: Callable[[], tuple[P, list[str]]],
     progress: Progress | None = None,
     has_draft_head: bool = False,
+    *,
+    stays_on_disk: bool = False,
 ) -> tuple[P, list[str]]:
     """Returns what a packed model holds, or the cache has of an earlier start, or `load` gives, with notices.
 
     Whatever is wrong with the cache is one of them: it costs a load, not the start. progress: of the writing.
-    Raises ConfigError where its files may be anybody's.
+    stays_on_disk: what `load` gives is mapped, too, once it is in the cache: memory does not hold it.
+    Raises ConfigError where its files may be anybody's, or cannot be written and must be.
     """
     if config.dummy is None and (directory / PACKED).exists():
         return map_file(directory / PACKED)
@@ -367,8 +389,12 @@ def through_cache(
     weights, notices = load()
     try:
         save_packed(weights, cached, config.rounded, notices, progress)
+        if stays_on_disk:
+            weights, _ = map_file(cached)
         cache_notices += [f"--weights-cache: packed again as {cached}"] if cache_notices else []
     except OSError as error:
+        if stays_on_disk:
+            raise ConfigError(f"--weights-cache {config.weights_cache}: cannot be written ({error})") from error
         cache_notices.append(f"--weights-cache: {error}; the next start loads again")
     return weights, notices + cache_notices
 

@@ -354,7 +354,7 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
     compiling = device.begin_compiling(plan)  # beside reading the weights
     weights, loaded = device.text_weights(model, plan, start.progress)
     first = weights[0][0]
-    if not plan.cuts and first.n_bytes > plan.weight_bytes + plan.table_bytes:
+    if not plan.cuts and first.n_bytes > plan.weight_bytes + plan.table_bytes + plan.outside_bytes:
         # A head beside an embedding that the configuration ties to it, which only its values tell.
         model = replace(model, shape=replace(model.shape, tie_word_embeddings=False))
         plan = make_plan(device.text, model, free_bytes)

@@ -120,6 +120,8 @@ class Plan(Generic[S]):
     """The joint head of a decision model on a CPU. On a GPU it is in the host's memory, as what it reads."""
     n_gpus: int = 1
     """Sizes are those of one of them, but for the host's. 1 on a CPU, too."""
+    outside_bytes: int = 0
+    """Bytes of routed experts that are not counted among the weights, on a CPU: the disk is read for them."""
 
     @property
     def n_shards(self) -> int:
@@ -354,6 +356,16 @@ class Kind(ABC, Generic[S]):
         """The default of --max-step-tokens."""
         return 512
 
+    def all_inside(self, model: Model[S]) -> str:
+        """Reason why all weights must be in the device's memory. "": routed experts may be outside."""
+        return "the model has no routed experts"
+
+    def hold_experts(self, plan: Plan[S], n_bytes: int) -> Plan[S]:
+        """The plan with so many bytes of routed experts in the device's memory, one of each layer at the
+        least, and the others outside. Its workspace is not counted yet.
+        """
+        return plan
+
     def vocoder_bytes(self, shape: S) -> int:
         """Bytes of a vocoder's weights."""
         return 0
@@ -431,6 +443,14 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
     config = model.config
     asked = _asked(model, kind, free_bytes)
     plan = _shrunk(asked, kind, config)
+    given = config.expert_memory
+    bare = replace(asked, n_checkpoints=0, host_bytes=0, n_pages=0)
+    if given is not None or (plan.spare_bytes < 0 and _shrunk(bare, kind, EngineConfig()).spare_bytes < 0):
+        why = kind.all_inside(model)
+        if given is not None and why:
+            raise ConfigError(f"--expert-memory {given}: {why}; leave it out")
+        if not why:
+            asked, plan = _with_experts_outside(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
     if not kind.on_gpu and config.memory_gb is None:  # at most half of what is spare: the cache's
@@ -453,6 +473,24 @@ def refuse_little_memory(plan: Plan[S]) -> None:
             f"{free / 1e9:.1f} GB are free{memory_bound()}; take --device cpu, which reads it in its files, or a machine "
             "with more memory"
         )
+
+
+def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> tuple[Plan[S], Plan[S]]:
+    """The plan with experts outside before and after defaults are reduced: with as many inside as asked for;
+    else those of half of the memory or less, if other things fit beside them, and of what these leave.
+    """
+    shares = [asked.budget_bytes * i // 8 for i in (4, 3, 2, 1, 0)]
+    if config.expert_memory is not None:
+        shares = [int(config.expert_memory * 1e9)]
+    for n_bytes in shares:
+        asked = _sized(kind.hold_experts(asked, n_bytes), kind)
+        plan = _shrunk(asked, kind, config)
+        if plan.spare_bytes >= 0:
+            break
+    if config.expert_memory is None and plan.spare_bytes > 0:  # a part is left to pages and states
+        n_bytes += plan.spare_bytes - plan.spare_bytes // CACHE_SHARE
+        plan = _sized(kind.hold_experts(plan, n_bytes), kind)
+    return asked, plan
 
 
 def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
@@ -659,6 +697,8 @@ def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
     first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")
     if isinstance(plan.shape, ModelShape) and plan.shape.formats:
         first = "a quantisation of fewer bits, "
+    if isinstance(plan.shape, ModelShape) and plan.shape.is_moe and not kind.on_gpu and not plan.outside_bytes:
+        first = f"--weights-cache DIR or `deltic pack`, which leave experts on the disk, {first}"
     return ConfigError(
         f"the model does not fit: {sizes}, and {have} may be used{'' if kind.on_gpu else memory_bound()}; take {first}a smaller "
         f"model, or a {where} with at least {n_gb} GB free"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,13 +18,16 @@ import pytest
 from deltic import LLM, SamplingParams
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig
-from deltic.models import packed
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request
+from deltic.models import loading, packed
 from deltic.models.fields import CheckpointError
 from deltic.models.loading import PACKED
 from deltic.models.packed import cache_file, map_packed, save_packed
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Weights, load_weights
-from deltic.runtime.build import build_runner
+from deltic.models.qwen.weights import Moe, Weights, load_weights
+from deltic.runtime.build import build_runner, plan_of, settle
+from deltic.runtime.cpu import device as cpu_device
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from tests.tiny import tiny_checkpoint
@@ -354,3 +358,73 @@ def test_pack_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Monk
     assert main(["pack", "--out", str(tmp_path / "out")]) == 2
     assert "random weights are not packed" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["full"] and (full / "mine").read_text() == "keep"
+
+
+# More than memory holds.
+
+
+def test_pack_takes_more_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for all of it, what is packed lies on the disk meanwhile; the file is the same."""
+    source = str(tiny_checkpoint("moe"))
+    monkeypatch.setattr(loading, "_LEAST_ON_DISK", 1024)
+    files = []
+    for free in (1 << 30, 2_000_000):
+        monkeypatch.setattr(packed, "free_memory_bytes", lambda free=free: free)
+        target = tmp_path / f"{free}"
+        assert main(["pack", source, "--out", str(target), "--quantize", "int4"]) == 0
+        files.append((target / PACKED).read_bytes())
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            f"{n}" for n in (1 << 30, 2_000_000)[: len(files)]
+        )
+    assert files[0] == files[1]
+
+
+def answer_of(runner: Runner) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities, of a prompt that is not short."""
+    engine = Engine(runner)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    engine.add(Request(id="a", prompt_ids=list(range(40)), params=params))
+    outputs = [output for _ in range(40) for output in engine.step() if engine.has_work() or output.token_ids]
+    tokens = [token for output in outputs for token in output.token_ids]
+    return tokens, [entry.logprob for output in outputs for entry in output.logprobs or ()]
+
+
+def test_experts_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are the same to the bit, whether the file is new or there, and a disk that is too slow is refused with numbers."""
+    config = EngineConfig(
+        model=str(tiny_checkpoint("moe")), quantize="int4", max_num_seqs=2, max_model_len=128, threads=2,
+        weights_cache=tmp_path,
+    )  # fmt: skip
+
+    def build(**changes: object) -> Runner:
+        return build_runner(dataclasses.replace(config, **changes), lambda stage, done: None, Cpu())  # type: ignore[arg-type]
+
+    expected = answer_of(build(weights_cache=None))
+    assert len(expected[0]) == len(expected[1]) == 12
+    for _ in range(2):  # packed first, then mapped
+        runner = build(expert_memory=0.0)
+        plan, moe = runner.plan, runner.model.weights.layers[0].mlp
+        assert isinstance(moe, Moe)
+        assert not moe.down.whole.data.flags.writeable, "it is the file"
+        assert plan.outside_bytes > 0 and plan.weight_bytes + plan.outside_bytes == runner.model.weights.n_bytes
+        assert answer_of(runner) == expected
+    assert build(expert_memory=1.0).plan.outside_bytes == 0
+    monkeypatch.setattr(cpu_device, "disk_bandwidth", lambda file: 1000.0)
+    with pytest.raises(ConfigError, match=r"GB of experts do not fit into memory, and the disk of .* tokens/s at most"):
+        build(expert_memory=0.0)
+    with pytest.raises(ConfigError, match=r"--expert-memory 0.0: experts are outside of memory in a packed model"):
+        build(expert_memory=0.0, weights_cache=None)
+    with pytest.raises(ConfigError, match=r"--expert-memory 0.0: the model has no routed experts; leave it out"):
+        build(expert_memory=0.0, model=str(tiny_checkpoint("dense")))
+
+
+def test_a_model_that_memory_does_not_hold_leaves_experts_on_the_disk(tmp_path: Path) -> None:
+    """Without being told, where it has a file; and more of them the less memory there is."""
+    config = EngineConfig(dummy="qwen3.6-35b-a3b", quantize="int4", device="cpu", weights_cache=tmp_path)
+    plans = [plan_of(settle(config, Cpu()), Cpu(), gb * 10**9) for gb in (8, 16, 24, 40)]
+    outside = [plan.outside_bytes for plan in plans]
+    assert outside[0] > outside[1] > outside[2] > outside[3] == 0
+    for plan in plans:
+        assert plan.total_bytes <= plan.budget_bytes and plan.max_model_len >= 4096
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        plan_of(settle(dataclasses.replace(config, weights_cache=None), Cpu()), Cpu(), 16 * 10**9)

@@ -65,6 +65,19 @@ def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
     assert "Decoders of pictures may take up to 6.4 GB of the host's memory more." in words(fit.report(sees))
 
 
+def test_a_plan_says_what_stays_on_the_disk(tmp_path: Path) -> None:
+    """How much, and that the disk bounds the speed once there is a file to measure."""
+    config = EngineConfig(
+        model=str(tiny_checkpoint("moe")), quantize="int4", device="cpu", threads=1, max_num_seqs=1, max_model_len=64,
+        weights_cache=tmp_path, expert_memory=0.0,
+    )  # fmt: skip
+    report = words(fit.report(config))
+    assert "not in memory: on the disk, and read when they are used" in report and "experts from outside" not in report
+    build_runner(config, lambda stage, done: None, Cpu())
+    assert "experts from outside" in words(fit.report(config))
+    assert "not in memory" not in words(fit.report(replace(config, expert_memory=None)))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
     if device == "cuda":

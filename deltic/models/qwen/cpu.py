@@ -418,8 +418,12 @@ class Angles:
 class Qwen:
     """The weights in the form the operators read, and the recording of a forward over given buffers."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, max_len: int, n_made_angles: int = 0) -> None:
-        """n_made_angles: rows of cos and sin that `angles` may make, beside those of max_len positions."""
+    def __init__(
+        self, shape: ModelShape, weights: Weights, max_len: int, n_made_angles: int = 0, *, on_disk: bool = False
+    ) -> None:
+        """n_made_angles: rows of cos and sin that `angles` may make, beside those of max_len positions.
+        on_disk: routed experts are mapped, and not all in memory.
+        """
         self.shape = shape
         self.weights = weights
         parts = [*weights.named_parts(), ("lm_head", weights.lm_head)]
@@ -433,6 +437,7 @@ class Qwen:
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.gdn_weights = weights.gdn()
         self._max_len = max_len
+        self._on_disk = on_disk
         self.cos, self.sin = rotary_tables(
             shape.inv_freq(), max_len, shape.rope_attention_factor, n_beside=n_made_angles
         )
@@ -693,7 +698,7 @@ class Qwen:
             self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)
             self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
             routing = Routing(self.shape.n_experts_per_tok, self.shape.norm_topk_prob)
-            experts = Experts(mlp.gate_up, mlp.down, routing, self.linears.of_experts(name))
+            experts = Experts(mlp.gate_up, mlp.down, routing, self.linears.of_experts(name), self._on_disk)
             moe(program, act.normed, act.router, experts, act.shared, act.target, n_tokens, act.moe)
         else:
             self._swiglu(program, name, mlp.down.k, act.target, n_tokens, act, add=True)

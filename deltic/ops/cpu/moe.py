@@ -58,6 +58,7 @@ class Experts:
     down: Matrix  # E matrices [H, M]
     routing: Routing
     adapters: ExpertAdapters | None = None
+    on_disk: bool = False  # the matrices are mapped, and not all in memory: what a step needs is read ahead
 
 
 def moe(
@@ -96,4 +97,5 @@ def moe(
         *down.whole.arguments,
         *(shared, s.expert, s.weight, s.order, s.begin, s.probabilities, s.rows, s.up, s.act, s.y),
         *of_adapters,
+        int(experts.on_disk),
     )

@@ -6,18 +6,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
 from deltic.models.dflash.weights import DrafterWeights
-from deltic.models.loading import Host, Store
+from deltic.models.loading import PACKED, Host, OnDisk, Store
 from deltic.models.packed import check_rounded, map_packed, map_parts, through_cache
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.cpu import check_kernels
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Weights, weight_bytes
+from deltic.models.qwen.weights import Weights, empty_weights, weight_bytes
 from deltic.models.tts.cpu import check_speech_kernels
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import SpeechWeights, empty_speech_weights, speech_weight_bytes
@@ -28,11 +28,12 @@ from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.arrays import Array, nothing
 from deltic.ops.cpu.program import library_file
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.roofs import disk_bandwidth
 from deltic.runtime.cpu.adapters import adapter_bytes
 from deltic.runtime.cpu.buffers import build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
-from deltic.runtime.model import PartWeights, SpeechModel, TextModel, Vision, of_stage
+from deltic.runtime.model import Model, PartWeights, SpeechModel, TextModel, Vision, of_stage
 from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan, counted, page_cost
 from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
 
@@ -75,6 +76,23 @@ class TextOnCpu(TextKind):
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         return adapter_bytes(adapter)
+
+    def all_inside(self, model: Model[ModelShape]) -> str:
+        if not model.shape.is_moe:
+            return super().all_inside(model)
+        is_packed = model.config.dummy is None and (model.directory / PACKED).exists()
+        has_file = is_packed or model.config.weights_cache is not None
+        return (
+            ""
+            if has_file
+            else "experts are outside of memory in a packed model (`deltic pack`), or with --weights-cache"
+        )
+
+    def hold_experts(self, plan: TextPlan, n_bytes: int) -> TextPlan:
+        weights = empty_weights(plan.shape, plan.quantize, plan.shape.tie_word_embeddings)
+        whole, n_experts = weights.n_bytes, sum(memory.nbytes for memory in weights.experts().values())
+        inside = min(n_experts, max(n_experts // plan.shape.n_experts, n_bytes))
+        return replace(plan, weight_bytes=whole - n_experts + inside, outside_bytes=n_experts - inside)
 
     def measure(self, plan: TextPlan) -> dict[str, int]:
         sizes = counted(partial(build_workspace, plan), nothing)
@@ -156,6 +174,28 @@ class SpeechOnCpu(SpeechKind):
         return useful
 
 
+LEAST_TOKENS_S = 0.2
+"""Tokens a second of one sequence below which a model with experts on the disk is refused."""
+
+
+def disk_tokens_s(plan: TextPlan, bandwidth: float) -> float:
+    """Tokens a second of one sequence, if reading experts from the disk at so many bytes a second were all,
+    and as many of those that a token uses were in memory as of all.
+    """
+    return bandwidth / (plan.outside_bytes * plan.shape.n_experts_per_tok / plan.shape.n_experts)
+
+
+def check_disk(file: Path, plan: TextPlan) -> None:
+    """Raises ConfigError where experts that stay in a packed file would come too slowly."""
+    bandwidth = disk_bandwidth(file)
+    if (found := disk_tokens_s(plan, bandwidth)) < LEAST_TOKENS_S:
+        raise ConfigError(
+            f"{plan.outside_bytes / 1e9:.1f} GB of experts do not fit into memory, and the disk of {file} gives "
+            f"{bandwidth / 1e6:.0f} MB/s: {found:.2f} tokens/s at most, and under {LEAST_TOKENS_S} is refused; take a faster disk, "
+            f"--quantize int4, a smaller model, or {plan.outside_bytes / 1e9:.1f} GB more memory"
+        )
+
+
 class Cpu:
     """The device of `build.build_runner` for models on the CPU."""
 
@@ -186,13 +226,19 @@ class Cpu:
         """
 
         def map_file(file: Path) -> tuple[Weights, list[str]]:
-            weights, notices = map_packed(file, plan.shape, plan.n_threads, of_stage(progress, "weights"))
+            if is_outside:
+                check_disk(file, plan)
+            on_bytes = of_stage(progress, "weights")
+            weights, notices = map_packed(file, plan.shape, plan.n_threads, on_bytes, reads_experts=not is_outside)
             weights.ngram_table = model.ngram_table()
             return weights, notices
 
-        load, writing = partial(model.load, self.store(plan), progress), of_stage(progress, "weights cache")
+        config, is_outside, store = model.config, plan.outside_bytes > 0, self.store(plan)
+        if is_outside and config.weights_cache is not None:
+            store = OnDisk(plan.n_threads, directory=config.weights_cache)
+        load, writing = partial(model.load, store, progress), of_stage(progress, "weights cache")
         weights, notices = through_cache(
-            model.config, model.directory, map_file, load, writing, plan.shape.has_draft_head
+            config, model.directory, map_file, load, writing, plan.shape.has_draft_head, stays_on_disk=is_outside
         )
         return [[weights]], notices
 

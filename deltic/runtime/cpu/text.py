@@ -93,7 +93,7 @@ class Runner:
         self.host: Bytes | None = host if plan.n_host_units else None
         self.tiers: Tiers | None = None  # until open_tiers
         arena.touch(lambda done: progress("memory", done))
-        self.model = Qwen(shape, weights, plan.max_model_len, plan.n_made_angles)
+        self.model = Qwen(shape, weights, plan.max_model_len, plan.n_made_angles, on_disk=plan.outside_bytes > 0)
         self.program = Program(plan.n_threads, cpus=plan.cpus)
         activations = self.workspace.activations
         batch, rows = self.workspace.batch, self.workspace.picture_rows
