@@ -1,4 +1,4 @@
-"""The thread pool: bound threads, more threads than CPUs, and threads that cannot be had."""
+"""The thread pool: bound threads, more threads than CPUs, threads that cannot be had, and how they round."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
-from deltic.ops.cpu.program import Program
+from deltic.ops.cpu.program import Program, usable_instruction_sets
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 N_TASKS = 64
@@ -80,6 +81,24 @@ def test_a_cpu_that_is_not_there_is_refused() -> None:
         nowhere.run()
     with pytest.raises(KernelError, match="a CPU for each of 3 threads"):
         Program(3, cpus=CPUS[:1])
+
+
+@pytest.mark.parametrize("library", usable_instruction_sets())
+def test_a_caller_that_flushes_denormal_numbers_has_the_same_bits(library: str) -> None:
+    """And so have the workers that it starts. It keeps its own way of rounding."""
+    data, small = np.zeros(N_TASKS << 18, np.float32), np.float32(1e-40)
+    data[:: 1 << 18] = small
+    flushed = torch.set_flush_denormal(True)
+    try:
+        for n_threads in (1, 3):
+            out = np.zeros(N_TASKS, np.float32)
+            jobs = Program(n_threads, library)
+            jobs.call("deltic_read_memory", data, N_TASKS << 20, out)
+            jobs.run()
+            assert (out.view(np.int32) == small.view(np.int32)).all()
+            assert not flushed or not (torch.full((16,), 1e-40) * 1).any(), "the caller's setting is left as it was"
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_threads_that_cannot_be_started_are_an_error_of_one_line() -> None:
