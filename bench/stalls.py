@@ -32,9 +32,9 @@ from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import report
 from deltic.bench.sweep import numbers
 from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
-from deltic.commands.flags import add_engine, add_model
+from deltic.commands.flags import add_flags, add_table
 from deltic.commands.settings import own_arguments
-from deltic.config import ConfigError
+from deltic.config import ConfigError, EngineConfig
 
 PATH = "/v1/completions"
 
@@ -247,7 +247,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m bench.stalls", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_model(parser)
+    add_table(parser, "model")
     add = parser.add_argument
     text = "--max-itl-ms of each server; 0: none (default: 250,0)"
     add("--targets", default="250,0", metavar="MS,MS,...", help=text)
@@ -255,7 +255,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=int, default=4, metavar="N", help="long prompts (default: 4)")
     add("--prompt-tokens", type=int, default=8192, metavar="T", help="default: 8192")
     add("--out", metavar="DIR", help="directory of the results (default: bench/runs/<date>-<machine>)")
-    add_engine(parser, "max_itl_ms")
+    add_flags(parser, EngineConfig, but=("model", "max_itl_ms"))
     return parser.parse_args(given)
 
 

@@ -1,7 +1,7 @@
 """The command line: `deltic serve | chat | run | say | pull | list | plan | doctor | ...`.
 
 A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in
-commands/flags.py.
+commands/flags.toml.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ Result = int | str | None
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A command: its help, what adds its flags, its function as `module:function` below deltic, and what
-    makes the values that the function is called with.
+    """A command: its help, its function as `module:function` below deltic, and what makes the values that the
+    function is called with. Its flags are a table of commands/flags.toml.
     """
 
     help: str
-    flags: Callable[[argparse.ArgumentParser], None]
     function: str
     values: Callable[[argparse.Namespace], tuple[object, ...]] = lambda arguments: ()
 
@@ -103,46 +102,46 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
 
 
 COMMANDS = {
-    "serve": Subcommand("serve a model, or several, over the OpenAI API", flags.serve, "server.serve:serve", _models),
-    "chat": Subcommand("chat with a model in the terminal", flags.chat, "commands.chat:chat", _server),
+    "serve": Subcommand("serve a model, or several, over the OpenAI API", "server.serve:serve", _models),
+    "chat": Subcommand("chat with a model in the terminal", "commands.chat:chat", _server),
     "run": Subcommand("answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped",
-        flags.run, "commands.run:run", _server),
+        "commands.run:run", _server),
     "say": Subcommand("speak a text: into a sound file, or through a pipe into a player",
-        flags.say, "commands.say:say", _server),
+        "commands.say:say", _server),
     "launch": Subcommand("start a coding agent against a server that runs, or one that is started for it",
-        flags.launch, "commands.agents:launch", _server),
+        "commands.agents:launch", _server),
     "agents": Subcommand("list the coding agents of deltic launch, or print what sets one up",
-        flags.agents, "commands.agents:show", _alone),
+        "commands.agents:show", _alone),
     "pack": Subcommand("write a model directory of packed weights, quantised if asked: fast starts",
-        flags.pack, "commands.pack:pack", _engine),
-    "pull": Subcommand("download models, with what has come before", flags.pull, "commands.models:pull", _alone),
+        "commands.pack:pack", _engine),
+    "pull": Subcommand("download models, with what has come before", "commands.models:pull", _alone),
     "list": Subcommand("list the models on this disk, and whether they fit",
-        flags.list_models, "commands.models:list_models", _alone),
+        "commands.models:list_models", _alone),
     "show": Subcommand("print what a model on this disk is, and the memory it takes",
-        flags.show, "commands.models:show", _alone),
-    "rm": Subcommand("delete models from this disk", flags.rm, "commands.models:rm", _alone),
-    "ps": Subcommand("list the models that a running server has loaded", flags.ps, "commands.models:ps", _alone),
+        "commands.models:show", _alone),
+    "rm": Subcommand("delete models from this disk", "commands.models:rm", _alone),
+    "ps": Subcommand("list the models that a running server has loaded", "commands.models:ps", _alone),
     "plan": Subcommand("print what fits in memory and the speed to expect",
-        flags.plan, "commands.plan:report", lambda arguments: (settings.planned(arguments), arguments.format)),
+        "commands.plan:report", lambda arguments: (settings.planned(arguments), arguments.format)),
     "verify": Subcommand("check a model's files, and what is made of them, against others: a page for a bug report",
-        flags.verify, "commands.verify:verify", _engine),
+        "commands.verify:verify", _engine),
     "warmup": Subcommand("compile the GPU's kernels for a model ahead of its first start",
-        flags.warmup, "runtime.build:warmup", lambda arguments: (settings.engine(arguments),)),
+        "runtime.build:warmup", lambda arguments: (settings.engine(arguments),)),
     "doctor": Subcommand("print what this machine is good for: which models fit, in which format, how fast",
-        flags.none, "commands.doctor:report"),
+        "commands.doctor:report"),
     "completion": Subcommand("print a script that completes this command line in a shell",
-        flags.completion, "commands.completion:script", lambda arguments: (arguments.shell, parser())),
-    "version": Subcommand("print the version", flags.none, "commands.completion:version"),
+        "commands.completion:script", lambda arguments: (arguments.shell, parser())),
+    "version": Subcommand("print the version", "commands.completion:version"),
 }  # fmt: skip
 BENCHES = {
     "serve": Subcommand("measure any OpenAI endpoint, or a server started for it",
-        flags.bench_serve, "bench.serve:bench", _server),
+        "bench.serve:bench", _server),
     "speech": Subcommand("measure any endpoint for speech, or a server started for it",
-        flags.bench_speech, "bench.speech:bench", _server),
+        "bench.speech:bench", _server),
     "gpu": Subcommand("time decodes and prefills on a GPU, beside its roofs",
-        flags.bench_gpu, "bench.gpu:bench_gpu", _engine),
+        "bench.gpu:bench_gpu", _engine),
     "quality": Subcommand("what quantised weights lose against bfloat16",
-        flags.bench_quality, "bench.quality:bench", lambda given: (given, settings.given(given, EngineConfig))),
+        "bench.quality:bench", lambda given: (given, settings.given(given, EngineConfig))),
 }  # fmt: skip
 
 
@@ -190,7 +189,7 @@ def _add(under: argparse._SubParsersAction[_CommandParser], commands: dict[str, 
         summary = command.help[0].upper() + command.help[1:] + "."
         sub = under.add_parser(name, help=command.help, description=summary, allow_abbrev=False)
         sub.set_defaults(command=command, used=sub)
-        command.flags(sub)
+        flags.add_table(sub, sub.prog.removeprefix("deltic "))
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:

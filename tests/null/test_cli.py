@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import deltic
 from deltic import __version__
 from deltic.__main__ import BENCHES, COMMANDS, main, parsed, parser
 from deltic.commands.endpoint import LocalServer, ServerFailed, flags, own_environment
-from deltic.commands.flags import FOREIGN, advice
+from deltic.commands.flags import FOREIGN, SETTINGS, advice
 from deltic.commands.settings import server_arguments
 from deltic.config import FOR_A_CHILD, ConfigError, EngineConfig, ModelConfig, ServerConfig
 from tests.fake_engine import FakeEngineClient, make_app, served
@@ -49,6 +50,12 @@ def test_a_plan_loads_nothing_of_the_server() -> None:
     code = "import sys, deltic.commands.plan; print([name for name in sys.modules if name.startswith('deltic.server')])"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout == "[]\n"
+
+
+def test_every_table_of_flags_is_a_commands_or_included() -> None:
+    tables = tomllib.loads((Path(deltic.__file__).parent / "commands/flags.toml").read_text())
+    included = {row[1:] for table in tables.values() for row in table if row.startswith("*")}
+    assert tables.keys() - NAMES == included - SETTINGS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
