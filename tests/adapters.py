@@ -18,7 +18,9 @@ DELTANET = ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_
 DELTANET += ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"]
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"]
-EVERY = [*DELTANET, *ATTENTION, *MLP, "lm_head", "embed_tokens"]
+CONNECTIONS = ["input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"]
+STREAMS = [*CONNECTIONS, "index_qk_proj", "ple.key_proj", "ple.value_proj"]
+EVERY = [*DELTANET, *ATTENTION, *MLP, *STREAMS, "lm_head", "embed_tokens"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
 """Parameters, and not modules."""
 
@@ -68,6 +70,10 @@ class Adapted:
     @property
     def T(self) -> Adapted:
         return self
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
 
     def __getitem__(self, i: Any) -> Adapted:
         """Of an expert, or of some rows."""

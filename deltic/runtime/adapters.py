@@ -237,15 +237,20 @@ def adapter_room(config: EngineConfig, given: Mapping[str, Adapter], bytes_of: C
     if not given and not config.allow_lora_loading:
         refuse_sizes(config)
         return NO_ADAPTERS
-    distinct = {adapter.key: adapter for adapter in given.values()}
+    sizes = dict[bytes, int]()
+    for name, adapter in given.items():
+        try:
+            sizes[adapter.key] = bytes_of(adapter)
+        except CheckpointError as error:
+            raise ConfigError(f"--lora {name}={config.adapters[name]}: {error}") from error
     more = config.allow_lora_loading
-    n = len(distinct) + (DEFAULT_LORAS if more else 0) if config.max_loras is None else config.max_loras
+    n = len(sizes) + (DEFAULT_LORAS if more else 0) if config.max_loras is None else config.max_loras
     most = max((adapter.rank for adapter in given.values()), default=1)
     rank = max(most, DEFAULT_RANK if more else 1) if config.max_lora_rank is None else config.max_lora_rank
-    needed = sum(bytes_of(adapter) for adapter in distinct.values())
+    needed = sum(sizes.values())
     n_bytes = needed + int(DEFAULT_GB * 1e9) * more if config.lora_gb is None else int(config.lora_gb * 1e9)
-    if len(distinct) > n:
-        raise ConfigError(f"--max-loras {n}: --lora gives {len(distinct)}")
+    if len(sizes) > n:
+        raise ConfigError(f"--max-loras {n}: --lora gives {len(sizes)}")
     if most > rank:
         raise ConfigError(f"--max-lora-rank {rank}: an adapter of --lora has rank {most}")
     if needed > n_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import RequestError
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, _Names, read_adapter
+from deltic.models.qwen.cpu import allocate_adapters
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights
 from tests.adapters import ATTENTION, DELTANET, EVERY, EXPERTS, adapted, make_adapter
@@ -33,7 +36,7 @@ from tests.tiny_config import N_REAL_VOCAB
 
 pytestmark = [needs_transformers, pytest.mark.skipif(not pytest.importorskip("peft"), reason="peft is not installed")]
 
-KINDS = ["dense", "moe", "next"]
+KINDS = ["dense", "moe", "next", "flash"]
 
 
 @functools.cache
@@ -331,6 +334,15 @@ def test_alternatives_without_end_are_soon_tried(tmp_path: Path) -> None:
     start = time.perf_counter()
     read("dense", spoil(tmp_path, rank_pattern={hostile: 1}, alpha_pattern={".*" * 200 + "Z": 1}))
     assert time.perf_counter() - start < 5
+
+
+def test_workspaces_are_as_wide_as_the_widest_input() -> None:
+    """Also where that is the rows of n-grams."""
+    shape = ModelShape.from_directory(tiny_checkpoint("flash"))
+    assert shape.ngrams is not None
+    wide = dataclasses.replace(shape, ngrams=dataclasses.replace(shape.ngrams, width=1 << 14))
+    found = allocate_adapters(wide, 64, 64, 1, 8, lambda name, size, dtype: np.empty(size, dtype))
+    assert found.scratch.packed.nbytes >= 64 * (1 << 14) * 2
 
 
 def test_sizes_without_adapters_are_refused() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from deltic.engine.guides import Guide
-from deltic.engine.messages import Constraint, Request, SamplingParams
+from deltic.engine.messages import Constraint, Picture, Request, SamplingParams
 from deltic.engine.step import Chunk, Rule, Sequence
 from deltic.runtime.gpu.batch_slots import ROWS, BatchSlots, batch_table
 
@@ -87,6 +88,21 @@ def test_a_table_of_pages_has_a_row_for_each_sequence(max_model_len: int) -> Non
     assert views["page_table"].shape == (3, max_model_len // 64 + 1) and views["seed"].shape == (3,)
     views["page_table"][1, 0] = 7
     assert table.count_nonzero() == 1
+
+
+def test_a_group_of_the_index_that_begins_in_a_picture() -> None:
+    """At the prompt's end, where a decode completes it: its first token's place, and its angles on the three axes."""
+    words, offsets, views = batch_table(
+        3, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), {"group_begun": 4}, has_pictures=True
+    )
+    batch_slots = BatchSlots(words, offsets, torch.zeros(3, 10, dtype=torch.int32), (2,), 300, ratio=4)
+    shown = Picture(key=b"", rows=3, columns=3, pixels=b"", first=4)
+    for batch_slot, n_prompt in enumerate((14, 16, 18)):  # a group of the picture's last token; none; one of text
+        one = sequence(batch_slot, list(range(n_prompt)), n_prompt)
+        one.request = msgspec.structs.replace(one.request, pictures=(shown,))
+        batch_slots.refresh(one)
+    batch_slots.flush()
+    assert views["group_begun"].tolist() == [[12, 4, 6, 6], [-1, 0, 0, 0], [-1, 10, 10, 10]]
 
 
 def test_pages_are_sent_once_and_again_when_they_change() -> None:

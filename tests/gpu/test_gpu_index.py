@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, AttentionWeights, IndexHeads
 from deltic.ops.gpu.attention_decode import attention_decode, attention_scratch
-from deltic.ops.gpu.attention_prefill import attention_prefill
+from deltic.ops.gpu.attention_prefill import TEXT, Axes, attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, Rows
 from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.index import IndexPages, index_decode, index_prefill, index_scratch
@@ -83,7 +83,9 @@ def expected(m: Model, t: int, index: IndexHeads = INDEX) -> tuple[Tensor, Tenso
     return q, keys, torch.relu(keys @ q.T).sum(1)
 
 
-def prefill(m: Model, chunks: list[int], *, chooses: bool = True) -> tuple[Tensor, Tensor]:
+def prefill(
+    m: Model, chunks: list[int], *, chooses: bool = True, index: IndexHeads = INDEX, axes: Axes = TEXT
+) -> tuple[Tensor, Tensor]:
     """The text in chunks of so many tokens -> attention's output [T, nq d] and the chosen groups [T, n]."""
     device, n = m.proj.device, len(m.proj)
     outs, picks = [], []
@@ -96,11 +98,12 @@ def prefill(m: Model, chunks: list[int], *, chooses: bool = True) -> tuple[Tenso
         index_proj = torch.full((rows, INDEX.row), torch.nan, dtype=torch.bfloat16, device=device)
         proj[:length], index_proj[:length] = m.proj[place], m.index_proj[place]
         blocks = blocks_of(m, start, length)
-        scratch = index_scratch(INDEX, rows, n, allocate_on(device), name="index", is_prefill=True)
+        scratch = index_scratch(index, rows, n, allocate_on(device), name="index", is_prefill=True)
         scratch.chosen.fill_(-1)
         chosen = index_prefill(
-            index_proj, INDEX, m.of_index, blocks=blocks, pages=IndexPages(m.index, m.table), scratch=scratch, max_len=n
-        )
+            index_proj, index, m.of_index, blocks=blocks, pages=IndexPages(m.index, m.table), scratch=scratch, max_len=n,
+            axes=axes,
+        )  # fmt: skip
         out = torch.zeros(rows, HEADS.n_q * HEADS.dim, dtype=torch.bfloat16, device=device)
         cache = KvPages(m.pages, BF16, m.table, chosen if chooses else None, INDEX.ratio)
         attention_prefill(proj, HEADS, m.of_heads, blocks=blocks, cache=cache, query=torch.zeros_like(out), out=out)
@@ -126,7 +129,15 @@ def blocks_of(m: Model, start: int, length: int) -> Blocks:
 
 
 def decode(
-    m: Model, positions: list[int], *, n_splits: int = 1, drafts: bool = False, chooses: bool = True
+    m: Model,
+    positions: list[int],
+    *,
+    n_splits: int = 1,
+    drafts: bool = False,
+    chooses: bool = True,
+    index: IndexHeads = INDEX,
+    begun: Axes = TEXT,
+    shift: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """A row for each of these positions, of the one text -> output and chosen groups."""
     device, n = m.proj.device, len(positions)
@@ -138,22 +149,18 @@ def decode(
     def i32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    rows = Rows(i32([0] * n), i32([0] * n), i32(positions))
-    if drafts:
-        ahead = i32([p - positions[0] for p in positions])
-        rows = Rows(rows.batch_slot, rows.state_slot, rows.position, drafts=Drafts(ahead, ahead, ahead, ahead))
+    ahead = i32([p - positions[0] for p in positions])
+    rows = Rows(
+        i32([0] * n), i32([0] * n), i32(positions), angle_shift=i32([shift] * n) if shift else None,
+        drafts=Drafts(ahead, ahead, ahead, ahead) if drafts else None,
+    )  # fmt: skip
     most, allocate = len(m.proj), allocate_on(device)
-    scratch = index_scratch(INDEX, n, most, allocate, name="index", is_prefill=False)
+    scratch = index_scratch(index, n, most, allocate, name="index", is_prefill=False)
     scratch.chosen.fill_(-1)
     chosen = index_decode(
-        parts(m.index_proj),
-        INDEX,
-        m.of_index,
-        rows=rows,
-        pages=IndexPages(m.index, m.table),
-        scratch=scratch,
-        max_len=most,
-    )
+        parts(m.index_proj), index, m.of_index, rows=rows, pages=IndexPages(m.index, m.table), scratch=scratch,
+        max_len=most, begun=begun,
+    )  # fmt: skip
     out = torch.full((n, HEADS.n_q * HEADS.dim), torch.nan, dtype=torch.bfloat16, device=device)
     cache = KvPages(m.pages, BF16, m.table, chosen if chooses else None, INDEX.ratio)
     attention_decode(
@@ -233,6 +240,29 @@ def test_decode_continues_a_prefill(device: str) -> None:
         assert torch.equal(company[0], out[0])
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_group_that_begins_in_a_picture_has_the_key_of_a_prefill(drafts: bool, device: str) -> None:
+    """Its first token's angles are those of the picture's row and column, also where a decode completes it."""
+    n_prompt, first = 90, 88
+    angles = torch.arange(100, dtype=torch.int32).repeat(3, 1)
+    angles[:, 80:90] = torch.tensor([[80], [83], [91]])
+    angles[:, 90:] += 2
+    sections = [2, 1, 1]
+    begun = torch.tensor([[first, *angles[:, first].tolist()], [-1, 0, 0, 0]], dtype=torch.int32)
+    found, whole, text = (model(device, n=100) for _ in range(3))
+    for m, n in ((found, n_prompt), (text, n_prompt), (whole, 100)):
+        of_blocks = torch.zeros(3, BLOCK * 2, dtype=torch.int32)
+        of_blocks[:, :n] = angles[:, :n]
+        prefill(m, [n], axes=Axes(of_blocks.to(device), sections))
+    shift, steps = 2, [[90, 91], [92, 93, 94, 95]] if drafts else [[t] for t in range(90, 96)]
+    for positions in steps:
+        decode(found, positions, drafts=drafts, begun=Axes(begun.to(device), sections), shift=shift)
+        decode(text, positions, drafts=drafts, shift=shift)
+    keys = [m.index[m.table[0, 1].long(), PAGE_SIZE + 6 : PAGE_SIZE + 8] for m in (found, whole, text)]
+    assert torch.equal(keys[0], keys[1])
+    assert torch.equal(keys[2][1], keys[1][1]) and not torch.equal(keys[2][0], keys[1][0])
+
+
 def test_drafted_rows_have_the_bits_of_single_ones(device: str) -> None:
     n_prompt, n = 94, 6
     one, many = model(device, n=110), model(device, n=110)
@@ -271,6 +301,18 @@ def test_among_equals_the_earlier_group_is_chosen(device: str) -> None:
     m.index_proj[100:, -INDEX.dim :] = m.index_proj[100:, : INDEX.dim]  # these score best
     _, chosen = prefill(m.cleared(), [120])
     assert chosen[119].tolist() == [*range(INDEX.n_groups - 5), *range(25, 30)]
+
+
+def test_a_budget_beyond_the_context_takes_no_memory_and_has_the_same_bits(device: str) -> None:
+    budget = IndexHeads(n_q=4, dim=32, ratio=4, budget=1 << 30)
+    for is_prefill in (False, True):
+        scratch = index_scratch(budget, 2, MOST, allocate_on("meta"), name="index", is_prefill=is_prefill)
+        assert scratch.chosen.shape == (2, MOST // 4)
+    plain, found = (model(device, n=100) for _ in range(2))
+    expected, _ = prefill(plain, [100], chooses=False)
+    out, _ = prefill(found, [100], index=budget)
+    assert torch.equal(out, expected)
+    assert torch.equal(decode(found, [99], index=budget)[0], decode(plain, [99], chooses=False)[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: many groups")

@@ -23,6 +23,7 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import bfloat16
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
 from deltic.ops.gpu.lora import WORDS, Target, expand, gather, n_sums, shrink
+from deltic.runtime import adapters as room
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import adapters as store
 from deltic.runtime.gpu.adapters import GpuAdapterMemory, adapter_bytes
@@ -346,6 +347,22 @@ def test_what_is_planned_and_refused() -> None:
     config = EngineConfig(model=str(small_checkpoint("moe")), allow_lora_loading=True, tensor_parallel=2)
     with pytest.raises(ConfigError, match="applied on one GPU; leave --tensor-parallel"):
         settled(config, Gpu((), 2), 2 << 30)
+
+
+@pytest.mark.parametrize(
+    "part", ["layers.0.input_norm.up", "norm.down", "layers.3.indexer.proj", "layers.1.ngrams.proj"]
+)
+def test_modules_that_a_gpu_does_not_reach_are_refused_by_name(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, and where a client loads an adapter: hyper-connections, the index and n-grams."""
+    adapter = Adapter(
+        bytes(16), {}, (("linear_attn.in_proj_qkv", "layers.0.in_proj", 0, 8), (f"of.{part}", part, 0, 8))
+    )
+    with pytest.raises(CheckpointError, match=rf"^of\.{part}: hyper-connections.* --device cpu"):
+        adapter_bytes(adapter)
+    monkeypatch.setattr(room, "read_adapter", lambda path, shape: adapter)
+    config = EngineConfig(model=str(small_checkpoint("moe")), lora=("a=/somewhere",))
+    with pytest.raises(ConfigError, match=rf"--lora a=/somewhere: of\.{part}: hyper-connections"):
+        settled(config, Gpu(), 2 << 30)
 
 
 def test_terms_that_do_not_fit_are_refused() -> None:

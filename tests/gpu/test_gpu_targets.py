@@ -46,12 +46,21 @@ NAMES = [
 HERE = " here"
 """Behind the name of a chip: as it is emulated on a Hopper."""
 EMULATED = [f"{name}{HERE}" for name in (("sm_86", "sm_89", "sm_120") if IS_FULL else ("sm_86",))]
-TINY = ("dense", "moe")
+TINY = ("dense", "moe", "flash")
 FEW_FORMATS = ("int4", "fp8")
 IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
 """Models that are walked in every format of quantised weights, too."""
-MODELS = (*TINY, "next", "custom_voice", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-tts-1.7b")
-SEEING = ("dense", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+MODELS = (
+    *TINY,
+    "next",
+    "custom_voice",
+    "qwen3.5-0.8b",
+    "qwen3.5-27b",
+    "qwen3.5-35b-a3b",
+    "qwen3.8-flash-next",
+    "qwen3-tts-1.7b",
+)
+SEEING = ("dense", "flash", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 TEXTS = ("dense", "moe", "next", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 WITH_DRAFTS = {"_begin_decode_kernel", "_gdn_drafts_kernel", "_attention_decode_kernel", "scan"}
 WITH_DRAFTS |= {"_begin_guess_kernel", "_go_on_kernel", "_follow_kernel", "_pair_kernel", "_keys_decode_kernel"}
@@ -315,7 +324,7 @@ def _compile(name: str) -> list[Compiled]:
         of_keys = [job for job in dict.fromkeys(of_keys) if job.name in OF_KEYS and job not in jobs]
         assert {job.name for job in of_keys} == OF_KEYS
         jobs += of_keys if IS_FULL else {job.name: job for job in of_keys}.values()
-    of_adapters = [job for model in (TEXTS if IS_FULL else TINY[1:]) for job in _jobs(model, has_adapters=True)]
+    of_adapters = [job for model in (TEXTS if IS_FULL else TINY[1:2]) for job in _jobs(model, has_adapters=True)]
     of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
     assert {job.name for job in of_adapters} == WITH_ADAPTERS
     jobs += of_adapters if IS_FULL else {job.name: job for job in of_adapters}.values()

@@ -431,6 +431,8 @@ def test_flash_next_is_the_published_shape() -> None:
         ("ngram_size", 1),
         ("heads_per_ngram", 10**6),
         ("ngram_vocab_size_base", 0),
+        ("seed", -1),
+        ("seed", True),
         ("output_gate_type", "relu"),
         ("layer_types", ["sliding_attention"] * 48),
         ("eos_token_id", None),
@@ -442,6 +444,15 @@ def test_flash_next_refusals_name_the_field(field: str, value: Any) -> None:
     with pytest.raises(UnsupportedModelError) as refusal:
         ModelShape.from_config(config, GENERATION)
     assert refusal.value.field == field
+
+
+def test_a_seed_of_0_is_one() -> None:
+    """The multipliers that transformers makes of it."""
+    config = flash_config()
+    config["text_config"]["seed"] = 0
+    found = ModelShape.from_config(config, GENERATION).ngrams
+    assert found is not None and found.primes == PUBLISHED["qwen3.8-flash-next"].ngrams.primes  # type: ignore[union-attr]
+    assert found.multipliers == (4788054244585, 5075510189727, 24189832309785)  # _build_layer_multipliers
 
 
 def test_swish_gate_is_the_family_gate() -> None:

@@ -141,13 +141,13 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
     beside = {name: terms.pop(name) for name in list(terms) if name.startswith(_BESIDE)}
     if changing := [name for name, (down, up, _) in beside.items() if reader.adds(name, down, up)]:
         raise CheckpointError(
-            f"{file}: {_listed(changing)}: changes the vision tower or the draft head, which adapters do not reach here; "
+            f"{file}: {listed(changing)}: changes the vision tower or the draft head, which adapters do not reach here; "
             "train it again with exclude_modules, or merge it into the model"
         )
     unknown = [name for name in terms if name not in targets and not _STACKED.search(name)]
     if unknown:
         raise CheckpointError(
-            f"{file}: {_listed(unknown)}: no such module in this model, or none that an adapter may change"
+            f"{file}: {listed(unknown)}: no such module in this model, or none that an adapter may change"
         )
     if not terms:
         raise CheckpointError(f"{file}: no lora_A and lora_B of the text model in it; is this an adapter?")
@@ -182,7 +182,8 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
     return Adapter(_key(ordered), ordered, tuple(covers))
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names for an error, the first few of many."""
     names = sorted(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -254,11 +255,11 @@ def _terms(
             other.append(stored)
     if other:
         raise CheckpointError(
-            f"{file}: {_listed(other)}: neither lora_A nor lora_B; whole weights and biases of an adapter are not supported"
+            f"{file}: {listed(other)}: neither lora_A nor lora_B; whole weights and biases of an adapter are not supported"
         )
     lone = [name for name, both in halves.items() if len(both) != 2]
     if lone:
-        raise CheckpointError(f"{file}: {_listed(lone)}: lora_A or lora_B is missing; {_ADVICE}")
+        raise CheckpointError(f"{file}: {listed(lone)}: lora_A or lora_B is missing; {_ADVICE}")
     return {name: (both["A"], both["B"], name in embeddings) for name, both in halves.items()}, alphas
 
 

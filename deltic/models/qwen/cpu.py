@@ -102,7 +102,7 @@ class ForwardInputs(RowInputs, GdnInputs):
 @dataclass(frozen=True)
 class AdapterBuffers:
     """Buffers with which a step applies adapters, and the table of what they add. A product is a matrix by
-    its name (`adapted_names`).
+    its name (`adapted_widths`).
     """
 
     rows: AdapterRows  # of the step's tokens
@@ -321,26 +321,28 @@ def allocate_drafts(shape: ModelShape, n_tokens: int, n_draws: int, allocate: Al
     )
 
 
-def adapted_names(shape: ModelShape) -> tuple[str, ...]:
-    """The matrices that an adapter may change, as `Weights.named_parts` names them; `embed` and `lm_head`."""
+def adapted_widths(shape: ModelShape) -> dict[str, int]:
+    """The matrices that an adapter may change, as `Weights.named_parts` names them, and what they multiply;
+    `embed` and `lm_head`.
+    """
     parts = empty_weights(shape, None, True).named_parts()
-    layers = (name for name, part in parts if isinstance(part, Matrix) and name.startswith("layers."))
-    return ("embed", "lm_head", *layers)
+    found = {"embed": 1, "lm_head": shape.hidden_size}
+    return found | {
+        name: part.k for name, part in parts if isinstance(part, Matrix) and name.startswith(("layers.", "norm."))
+    }
 
 
 def allocate_adapters(
     shape: ModelShape, n_tokens: int, n_logit_rows: int, n_slots: int, rank: int, allocate: Allocate
 ) -> AdapterBuffers:
     """Allocates the buffers of n_slots adapters of up to this rank."""
-    names, k = adapted_names(shape), max(1, shape.n_experts_per_tok if shape.is_moe else 1)
-    inner = max(shape.intermediate_size, shape.shared_intermediate_size, shape.moe_intermediate_size)
-    widest = max(shape.stream_size, shape.gdn_value_size, shape.n_q_heads * shape.head_dim, inner)
+    widths, k = adapted_widths(shape), max(1, shape.n_experts_per_tok if shape.is_moe else 1)
     return AdapterBuffers(
         rows=adapter_rows("adapters'", n_tokens, allocate),
         logit_rows=adapter_rows("adapters' logits", n_logit_rows, allocate),
-        scratch=lora_scratch(n_tokens * k, widest, rank, allocate),
-        table=make_table(n_slots, len(names), allocate),
-        names=names,
+        scratch=lora_scratch(n_tokens * k, max(widths.values()), rank, allocate),
+        table=make_table(n_slots, len(widths), allocate),
+        names=tuple(widths),
     )
 
 
@@ -356,6 +358,8 @@ class Linears:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
         self.adapters: AdapterBuffers | None = None
         """Adapters of the steps that are recorded. None: steps without adapters."""
+        self.n_logit_rows: Array | None = None
+        """Number of rows of logits of these steps."""
 
     def project(
         self,
@@ -370,12 +374,11 @@ class Linears:
         first: int = 0,
     ) -> None:
         """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar,
-        rows in use. packed, first: as of `linear`.
+        rows in use: tokens, or rows of logits. packed, first: as of `linear`.
         """
         linear(program, x, self.matrices[name], out, packed, n_rows, add=add, first=first)
         if (a := self.adapters) is not None and name in a.names:
-            rows = a.logit_rows if name == "lm_head" else a.rows
-            lora(program, x, out, a.entries(name), rows, a.scratch)
+            lora(program, x, out, a.entries(name), a.logit_rows if n_rows is self.n_logit_rows else a.rows, a.scratch)
 
     def of_experts(self, name: str) -> ExpertAdapters | None:
         """Terms that adapters add to the experts whose matrices' names begin so."""
@@ -463,6 +466,7 @@ class Qwen:
         """
         w, eps, n = self.weights, self.shape.rms_norm_eps, inputs.n_tokens
         self.linears.adapters = a = adapters
+        self.linears.n_logit_rows = inputs.n_logit_rows
         embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
         if a is not None:
             lora_embed(program, inputs.token_ids, act.target, a.entries("embed"), a.rows, a.scratch)

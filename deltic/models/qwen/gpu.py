@@ -338,7 +338,10 @@ class QwenGpu:
             assert b.index is not None and of.index is not None and shape.index is not None
             proj = shard.linears.partial(f"layers.{i}.indexer.proj", normed.rows, b.proj, normed.codes)
             pages, w = IndexPages(of.index[:, nth], batch.page_table), self._index(layer)
-            chosen = index_decode(proj, shape.index, w, rows=rows, pages=pages, scratch=b.index, max_len=max_len)
+            begun = Axes(batch.group_begun, shape.mrope_section or ())
+            chosen = index_decode(
+                proj, shape.index, w, rows=rows, pages=pages, scratch=b.index, max_len=max_len, begun=begun
+            )
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         name, mixed = f"layers.{i}.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
         made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.lora import WORDS, ExpertTargets, Target, n_sums
@@ -48,6 +50,12 @@ def sizes(shape: ModelShape) -> dict[str, Sized]:
 def n_segments(name: str) -> int:
     """Terms that an adapter may have for a matrix of this name."""
     return _SEGMENTS.get(name.rpartition(".")[2], 1)
+
+
+def unreached(adapter: Adapter) -> list[str]:
+    """The modules of an adapter to which nothing is added on a GPU: hyper-connections, the index, n-grams."""
+    reached = re.compile(r"layers\.\d+\.(in_proj|out_proj|qkv|o_proj|mlp\.\w+)|embed|lm_head")
+    return [module for module, part, *_ in adapter.covers if not reached.fullmatch(part)]
 
 
 @dataclass(frozen=True)

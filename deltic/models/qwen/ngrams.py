@@ -102,7 +102,9 @@ def _derived(text: Mapping[str, object], size: int, n_heads: int) -> dict[str, A
     them.
     """
     least = max(1, ((2**63 - 1) // positive_int(text, "vocab_size")) // 2)
-    seed = positive_int(text, "seed", 1234)
+    seed = 1234 if text.get("seed") is None else text["seed"]
+    if type(seed) is not int or not 0 <= seed <= _MASK:
+        raise UnsupportedModelError("seed", seed, "an integer of 64 bits, at least 0")
     multipliers = tuple(2 * (_splitmix64(seed + _GAMMA * (i + 1)) % least) + 1 for i in range(size))
     primes, at = list[int](), positive_int(text, "ngram_vocab_size_base", 20_000_000)
     while len(primes) < n_heads:

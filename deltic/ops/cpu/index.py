@@ -32,7 +32,7 @@ class IndexBuffers:
     proj: Array  # float32 [T, row]
     query: Array  # bfloat16 [T, n_q d]
     scores: Array  # float32 [n, groups of the longest context, up to a multiple of 16]
-    chosen: Array  # int32 [T, n_groups]
+    chosen: Array  # int32 [T, n]: n_groups, or less where no context has so many
 
 
 def index_buffers(heads: IndexHeads, n_tokens: int, max_len: int, allocate: Allocate) -> IndexBuffers:
@@ -42,7 +42,7 @@ def index_buffers(heads: IndexHeads, n_tokens: int, max_len: int, allocate: Allo
         allocate("index projections", (n_tokens, heads.row), np.float32),
         allocate("index queries", (n_tokens, heads.n_q * heads.dim), bfloat16),
         allocate("index scores", (rows, up_to(max_len // GROUP, 16)), np.float32),
-        allocate("index choices", (n_tokens, heads.n_groups), np.int32),
+        allocate("index choices", (n_tokens, max(1, min(heads.n_groups, max_len // GROUP))), np.int32),
     )
 
 
@@ -91,7 +91,7 @@ def index_prepare(
 def index_select(
     program: Program, heads: IndexHeads, inputs: AttentionInputs, pages: Array, buffers: IndexBuffers
 ) -> None:
-    """buffers.chosen[t] = the heads.n_groups groups of the token's context whose keys score best, in
+    """buffers.chosen[t] = the n groups of the token's context whose keys score best, in
     ascending order. Among equals the earlier group is chosen. The row is not written where the context has no
     more whole groups.
 
@@ -100,7 +100,7 @@ def index_select(
     there.
     """
     b = buffers
-    check("index_select", b.chosen.shape[1] == heads.n_groups and b.chosen.dtype == np.int32, "int32 chosen")
+    check("index_select", b.chosen.shape[1] <= heads.n_groups and b.chosen.dtype == np.int32, "int32 chosen")
     check("index_select", b.scores.shape[1] % 16 == 0 and b.scores.dtype == np.float32, "float32 scores, % 16 == 0")
     memory = _memory(heads, pages, inputs)
-    program.call("deltic_index_select", b.query, *memory, b.scores, *b.scores.shape, heads.n_groups, b.chosen)
+    program.call("deltic_index_select", b.query, *memory, b.scores, *b.scores.shape, b.chosen.shape[1], b.chosen)

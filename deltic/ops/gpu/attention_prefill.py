@@ -249,14 +249,14 @@ class Axes:
     sections: Sequence[int] = ()
     """Angles of each axis (models/rotary.axis_of_angle)."""
 
-    def ends(self, operator: str, n_tokens: int) -> dict[str, int]:
-        """Constants of the prepare kernel: where the angles of rows and columns end."""
+    def ends(self, operator: str, *shape: int) -> dict[str, int]:
+        """Constants of kernels that rotate: where the angles of rows and columns end. shape: of `angles`."""
         angles, sections = self.angles, self.sections
         if angles is None:
             return {"ROWS_END": 0, "COLUMNS_END": 0}
-        fits = angles.shape == (3, n_tokens) and angles.dtype == torch.int32 and len(sections) == 3
+        fits = angles.shape == shape and angles.dtype == torch.int32 and len(sections) == 3
         fits &= angles.is_contiguous()
-        check(operator, fits, f"int32 angles [3, {n_tokens}], and three sections")
+        check(operator, fits, f"int32 angles {list(shape)}, and three sections")
         return {"ROWS_END": 3 * sections[1], "COLUMNS_END": 3 * sections[2]}
 
 
@@ -308,7 +308,7 @@ def attention_prefill(
     sizes["KV"] = kv.constant(format)
     if not format.is_plain:
         query = query.view(torch.float16)
-    ends = axes.ends("attention_prefill", n_tokens)
+    ends = axes.ends("attention_prefill", 3, n_tokens)
     launch(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, weights.q_norm, weights.k_norm, weights.eps,
         blocks.n, blocks.position, blocks.page, cos, sin, cos.stride(0), axes.angles, query, pages, pages.stride(0),
@@ -352,6 +352,6 @@ def keys_prefill(
     launch(
         _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, weights.k_norm, weights.k_norm, weights.eps,
         blocks.n, blocks.position, blocks.page, cos, sin, cos.stride(0), axes.angles, proj, pages, pages.stride(0),
-        HALF=half, HALF_P2=next_power_of_2(half), FIRST=heads.n_q, **axes.ends("keys_prefill", n_tokens), NQ=heads.n_q,
-        NK=heads.n_kv, D=d, GATED=heads.is_gated, KV=kv.constant(format), num_warps=PREPARE_WARPS,
+        HALF=half, HALF_P2=next_power_of_2(half), FIRST=heads.n_q, NQ=heads.n_q, NK=heads.n_kv, D=d,
+        **axes.ends("keys_prefill", 3, n_tokens), GATED=heads.is_gated, KV=kv.constant(format), num_warps=PREPARE_WARPS,
     )

@@ -81,6 +81,7 @@ class BatchState:
     done: Tensor  # [P] not 0: the sequence has ended on the device; the host will see it one step later
     page_table: Tensor  # [P, max_pages]
     angle_shift: Tensor | None = None  # [P] from a position to the token's row of cos and sin; None: 0
+    group_begun: Tensor | None = None  # [P, 4] a group that begins in a picture (ops/gpu/index.index_decode)
     # [P, positions] tokens up to and with the last one; those of the prompt where the model reads them
     history: Tensor | None = None
 

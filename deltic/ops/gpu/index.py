@@ -60,7 +60,8 @@ class IndexScratch:
 
     query: Tensor  # bfloat16 [T, n_q * dim]
     scores: Tensor  # float32 [rows, groups]: of a decode's rows, or of CHOICE_BLOCKS blocks
-    chosen: Tensor  # int32 [T, n_groups], ascending; of a row that reads all its keys nothing is written
+    # int32 [T, n], n_groups or less where no context has so many, ascending; of a row that reads all its keys
+    chosen: Tensor  # nothing is written
 
 
 def index_scratch(
@@ -72,7 +73,7 @@ def index_scratch(
     return IndexScratch(
         query=allocate(f"{name} queries", (n_rows, heads.n_q * heads.dim), torch.bfloat16),
         scores=allocate(f"{name} scores", (n_scored, n_groups), torch.float32),
-        chosen=allocate(f"{name} chosen", (n_rows, heads.n_groups), torch.int32),
+        chosen=allocate(f"{name} chosen", (n_rows, max(1, min(heads.n_groups, max_len // heads.ratio))), torch.int32),
     )
 
 
@@ -101,6 +102,14 @@ def _rotated(b_x, b_pair, p_norm, p_cos, p_sin, b_angle, eps, D: tl.constexpr, H
 
 
 @triton.jit
+def _axis(D: tl.constexpr, HALF: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr):
+    """[1, D]: the axis of M-RoPE by which each dim rotates."""
+    o_r = tl.minimum(tl.arange(0, D)[None, :], _pair(D, HALF))
+    o_axis = tl.where((o_r % 3 == 1) & (o_r < ROWS_END), 1, 0)
+    return tl.where((o_r % 3 == 2) & (o_r < COLUMNS_END), 2, o_axis)
+
+
+@triton.jit
 def _group_mean(
     p_raw, p_new, position, ahead, o_d, stride_s, stride_row, D: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr,
     PAGE: tl.constexpr,
@@ -121,8 +130,9 @@ def _group_mean(
 @triton.jit(do_not_specialize=["stride_table"])
 def _rows_kernel(
     p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_ahead, p_table,
-    p_index, p_query, eps, stride_s, stride_row, stride_table, stride_page, NQ: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    p_begun, p_index, p_query, eps, stride_s, stride_row, stride_table, stride_page, NQ: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr,
+    ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, PDL: tl.constexpr,
 ):
     """Queries and keys of a row of a decode."""
     wait_for_front(PDL)
@@ -141,7 +151,8 @@ def _rows_kernel(
         b_pair = summed(p_row, o_head + o_pair, o_d >= 0, stride_s, S)
         b_q = _rotated(b_x, b_pair, p_q_norm, p_cos, p_sin, tl.full((1, 1), 0, tl.int32) + angle, eps, D, HALF)
         tl.store(p_query + i_row.to(tl.int64) * (NQ * D) + o_head + o_d, b_q)
-        page = tl.load(p_table + tl.load(p_batch_slot + i_row).to(tl.int64) * stride_table + position // PAGE)
+        batch_slot = tl.load(p_batch_slot + i_row).to(tl.int64)
+        page = tl.load(p_table + batch_slot * stride_table + position // PAGE)
         p_page = p_index + page.to(tl.int64) * stride_page
         p_key = p_row + NQ * D
         b_raw = summed(p_key, o_d, o_d >= 0, stride_s, S).to(tl.bfloat16)
@@ -149,7 +160,11 @@ def _rows_kernel(
         if (position + 1) % RATIO == 0:
             b_k = _group_mean(p_page, p_key, position, ahead, o_d, stride_s, stride_row, D, S, RATIO, PAGE)
             b_k_pair = _group_mean(p_page, p_key, position, ahead, o_pair, stride_s, stride_row, D, S, RATIO, PAGE)
-            b_angle = tl.full((1, 1), 1 - RATIO, tl.int32) + angle
+            b_angle = tl.full((1, D), 1 - RATIO, tl.int32) + angle
+            if p_begun is not None:
+                p_own = p_begun + batch_slot * 4
+                b_own = tl.load(p_own + 1 + _axis(D, HALF, ROWS_END, COLUMNS_END))
+                b_angle = tl.where(tl.load(p_own) == position + 1 - RATIO, b_own, b_angle)
             b_k = _rotated(b_k, b_k_pair, p_k_norm, p_cos, p_sin, b_angle, eps, D, HALF)
             tl.store(p_page + (PAGE + position % PAGE // RATIO) * D + o_d, b_k)
 
@@ -163,9 +178,7 @@ def _angles(
     if p_angles is None:
         b_angle = tl.load(p_position + i_b) + o_t
     else:
-        o_r = tl.minimum(tl.arange(0, D)[None, :], _pair(D, HALF))
-        o_axis = tl.where((o_r % 3 == 1) & (o_r < ROWS_END), 1, 0)
-        o_axis = tl.where((o_r % 3 == 2) & (o_r < COLUMNS_END), 2, o_axis)
+        o_axis = _axis(D, HALF, ROWS_END, COLUMNS_END)
         b_angle = tl.load(p_angles + i_b * 64 + o_t + o_axis * (tl.num_programs(1) * 64))
     return b_angle
 
@@ -333,21 +346,23 @@ def _check(
     index = pages.data
     fits = index.dtype == torch.bfloat16 and index.shape[1:] == (heads.page_rows, heads.dim)
     expect(fits and index[0].is_contiguous(), f"bfloat16 index [pages, {heads.page_rows}, {heads.dim}]")
-    expect(scratch.query.shape[1] == heads.n_q * heads.dim and scratch.chosen.shape[1] == heads.n_groups, "its scratch")
+    expect(scratch.query.shape[1] == heads.n_q * heads.dim and scratch.chosen.shape[1] <= heads.n_groups, "its scratch")
 
 
 def index_decode(
     proj: Tensor, heads: IndexHeads, weights: AttentionWeights, *, rows: Rows, pages: IndexPages,
-    scratch: IndexScratch, max_len: int,
+    scratch: IndexScratch, max_len: int, begun: Axes = TEXT,
 ) -> Tensor:
-    """The groups that each row of a decode reads, int32 [N, n_groups]; keys of its tokens go into the index.
+    """The groups that each row of a decode reads, int32 [N, n]; keys of its tokens go into the index.
     Three launches.
 
     proj: float32 [S, N, heads.row], partial sums, a row the query heads | the key. weights: norms of queries
     and of groups' keys, float32 [dim], and the rotary tables. Of a row with fewer whole groups than may be
     chosen nothing is written; nor of one that is not in use. Angles are those of a row's position,
-    plus rows.angle_shift where there is one. Rows see each other only where rows.drafts puts them in front,
-    and neither N nor max_len changes a bit. Raises KernelError where shapes or types do not fit.
+    plus rows.angle_shift where there is one. begun: of each batch slot, int32 [P, 4], the position at which a
+    group begins in a picture that a decode completes, or -1, and the angles there on each axis. Rows see each
+    other only where rows.drafts puts them in front, and neither N nor max_len changes a bit. Raises
+    KernelError where shapes or types do not fit.
     """
     (n_splits, n_rows, _), index, table = proj.shape, pages.data, pages.table
     _check("index_decode", proj, heads, weights, pages, scratch)
@@ -356,10 +371,11 @@ def index_decode(
     launch(
         _rows_kernel, (n_rows,), proj, weights.q_norm, weights.k_norm, weights.cos, weights.sin, rows.state_slot,
         rows.batch_slot, rows.position, rows.angle_shift, None if rows.drafts is None else rows.drafts.ahead, table,
-        index, scratch.query, weights.eps, proj.stride(0), proj.stride(1), table.stride(0), index.stride(0),
-        HALF=weights.cos.shape[1], S=n_splits, **sizes, num_warps=4,
+        begun.angles, index, scratch.query, weights.eps, proj.stride(0), proj.stride(1), table.stride(0),
+        index.stride(0), HALF=weights.cos.shape[1], S=n_splits, **begun.ends("index_decode", len(table), 4), **sizes,
+        num_warps=4,
     )
-    n_chosen, most = heads.n_groups, max_len // heads.ratio
+    n_chosen, most = scratch.chosen.shape[1], max_len // heads.ratio
     chosen = scratch.chosen[:n_rows]
     if most > n_chosen:
         groups = _SCORED_PAGES * PAGE_SIZE // heads.ratio
@@ -380,7 +396,7 @@ def index_prefill(
     proj: Tensor, heads: IndexHeads, weights: AttentionWeights, *, blocks: Blocks, pages: IndexPages,
     scratch: IndexScratch, max_len: int, axes: Axes = TEXT,
 ) -> Tensor:
-    """The same of the tokens of `blocks`, int32 [T, n_groups]: proj bfloat16 [T, heads.row], T = 64 blocks.
+    """The same of the tokens of `blocks`, int32 [T, n]: proj bfloat16 [T, heads.row], T = 64 blocks.
 
     A block's groups are its own: blocks begin at multiples of 64. Those whose last tokens are not there yet
     are completed by `index_decode`. axes: by which dims rotate.
@@ -393,9 +409,9 @@ def index_prefill(
     launch(
         _blocks_kernel, (heads.n_q + 1, n_blocks), proj, weights.q_norm, weights.k_norm, weights.cos, weights.sin,
         blocks.n, blocks.position, blocks.page, axes.angles, index, scratch.query, weights.eps, index.stride(0),
-        HALF=weights.cos.shape[1], **axes.ends("index_prefill", n_tokens), **sizes, num_warps=8,
+        HALF=weights.cos.shape[1], **axes.ends("index_prefill", 3, n_tokens), **sizes, num_warps=8,
     )
-    n_chosen, most = heads.n_groups, max_len // heads.ratio
+    n_chosen, most = scratch.chosen.shape[1], max_len // heads.ratio
     if most > n_chosen:
         for first in range(0, n_blocks, CHOICE_BLOCKS):
             n = min(CHOICE_BLOCKS, n_blocks - first)

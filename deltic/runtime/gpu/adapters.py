@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltic.models.qwen.adapters import EMBEDDING, Adapter, Delta
-from deltic.models.qwen.gpu_adapters import AdapterBuffers, n_segments, sizes
+from deltic.models.fields import CheckpointError
+from deltic.models.qwen.adapters import EMBEDDING, Adapter, Delta, listed
+from deltic.models.qwen.gpu_adapters import AdapterBuffers, n_segments, sizes, unreached
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import Array, raw
 from deltic.ops.gpu.lora import ALIGNED, SEGMENT_WORDS, WORDS, padded
@@ -61,7 +62,12 @@ def _layout(adapter: Adapter) -> tuple[list[_Packed], int]:
 
 
 def adapter_bytes(adapter: Adapter) -> int:
-    """Bytes of the arena that an adapter takes."""
+    """Bytes of the arena that an adapter takes. Raises CheckpointError for modules that it cannot change."""
+    if names := unreached(adapter):
+        raise CheckpointError(
+            f"{listed(names)}: hyper-connections, the index and n-grams are changed by adapters on a CPU alone; take --device cpu, or "
+            "train it again with exclude_modules"
+        )
     return 2 * _layout(adapter)[1]
 
 

@@ -150,12 +150,13 @@ class BatchSlots:
         n_real: int,
         n_drafts: int = 0,
         ngrams: NgramShape | None = None,
+        ratio: int = 0,
     ) -> None:
         """table, offsets, n_drafts: of `batch_table`. masks: int32 [batch_slots + n_drafts, words], of the
         draws. n_real: ids that can be drawn. ngrams: which the forward reads: then it reads the history of
-        all sequences, not only penalties those that they count.
+        all sequences, not only penalties those that they count. ratio: tokens that share a key of the index.
         """
-        self.ngrams = ngrams
+        self.ngrams, self._ratio = ngrams, ratio
         self._table, self._offsets, self._masks = table, offsets, masks
         self._eos, self.n_real = eos_token_ids, n_real
         n_batch_slots = len(masks) - n_drafts
@@ -284,6 +285,8 @@ class BatchSlots:
         self._prompts[batch_slot] = prompt = PromptPositions(pictures) if pictures else None
         if "angle_shift" in self._offsets:
             self._write("angle_shift", batch_slot, 0 if prompt is None else prompt.shift)
+        if "group_begun" in self._offsets:
+            self._write("group_begun", batch_slot, _group_begun(prompt, n_prompt, self._ratio))
         seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
         self._write("seed", batch_slot, seed)
         if uses_history or self.ngrams is not None:
@@ -412,6 +415,17 @@ def _bans_end_until(sequence: Sequence, rules: Items[Rule]) -> int:
     if n_banned:
         until = _NEVER if n_banned == len(rules) else max(until, len(sequence.tokens) + n_banned)
     return min(_NEVER, until)
+
+
+def _group_begun(prompt: PromptPositions | None, n_prompt: int, ratio: int) -> list[int]:
+    """Words of a batch slot (ops/gpu/index.index_decode): a group that begins in a picture at the prompt's
+    end.
+    """
+    first = n_prompt // ratio * ratio
+    if prompt is None or first == n_prompt:
+        return [-1, 0, 0, 0]
+    positions, in_picture = prompt.of(first, first + 1)
+    return [first if in_picture[0] else -1, *(int(axis[0]) for axis in positions)]
 
 
 def _counts_history(sequence: Sequence) -> bool:

@@ -176,7 +176,8 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     codes = {format.codes for format in shape.formats.values()}
     if plan.quantize is not None:
         codes.add(WEIGHT_FORMATS[plan.quantize].codes)
-    shared, views = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate)
+    more = {"group_begun": 4} if shape.index is not None and plan.tower is not None else None
+    shared, views = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate, more)
     drafts, windows = None, None
     if plan.n_draft_rows:
         drafts = Drafts(*(views[part] for part in ROWS[1:]))

@@ -55,6 +55,8 @@ RESERVE_BYTES = 1 << 30
 """Bytes for the driver, compiled kernels, the recorded steps themselves, and the library's workspace."""
 MAX_SEQS, MAX_UTTERANCES = 1024, 256
 """Sequences at once, of text and of speech: --max-num-seqs at most."""
+MAX_NGRAM_WIDTH = 1024
+"""Columns of a row of the table of n-grams, of which a program reads one."""
 SPEECH_PAGES_BYTES = 8_000_000_000
 """A speech model's cache is small: 112 KiB a frame."""
 
@@ -127,6 +129,13 @@ class TextOnGpu(OnGpu, TextKind):
             _multiple("shared_expert_intermediate_size", shape.shared_intermediate_size, 32),
             ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
         )
+        if (ngrams := shape.ngrams) is not None:
+            most, fits = PAGE_SIZE // ngrams.size + 1, ngrams.conv_width > 1 and ngrams.window <= PAGE_SIZE
+            wide = ngrams.head_width <= MAX_NGRAM_WIDTH
+            limits += (
+                ("ple_conv_kernel_size", ngrams.conv_width, fits, f"2 to {most}"),
+                ("ple_embed_dim", ngrams.width, wide, f"at most {MAX_NGRAM_WIDTH} for each head"),
+            )
         refuse_limits(limits)
         if shape.index is not None:
             refuse_limits([_one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])

@@ -162,6 +162,7 @@ class GpuTextRunner(GpuRunner):
             plan.n_real,
             plan.n_draft_rows,
             ngrams=shape.ngrams,
+            ratio=0 if shape.index is None else shape.index.ratio,
         )
         super().__init__(
             plan,
