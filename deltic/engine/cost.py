@@ -217,8 +217,8 @@ def made_up_step(
 
     Its tokens are random: equal ones would all go to the same experts.
     """
-    params = SamplingParams(max_tokens=1, top_k=20, top_p=0.95)  # behind one token, nothing runs ahead
-    step = Step()
+    params = SamplingParams(max_tokens=4 + n_drafts + n_guesses, top_k=20, top_p=0.95)
+    step = Step(runs_ahead=False)
     n_pages = 0
     for i in range(n_decodes + (n_rows > 0)):
         is_decode = i < n_decodes

@@ -94,12 +94,16 @@ HEAD_S = 0.1
 """Cost of a guess of the head, in steps without drafts, until that is known."""
 
 
-def n_guessable(sequence: Sequence, n_drawn: int) -> int:
-    """Counts the tokens that a draft head may guess behind n_drawn ones that the sequence does not have yet:
-    the rows of all guesses but the last need a place in its pages.
+def n_guessable(sequence: Sequence, n_drawn: int, n_beside: int = -1) -> int:
+    """Counts the tokens that may be guessed behind n_drawn ones that the sequence does not have yet: rows of
+    guesses need a place in its pages, and one token at least is drawn behind them.
+
+    n_beside: rows of a block beside those of its guesses; -1: a head, whose last guess needs no row.
     """
     last = len(sequence.tokens) + n_drawn - 1
-    return 1 + (PAGE_SIZE - last % PAGE_SIZE if last < len(sequence.pages) * PAGE_SIZE else 0)
+    n_places = PAGE_SIZE - last % PAGE_SIZE if last < len(sequence.pages) * PAGE_SIZE else 0
+    n_left = sequence.request.params.max_tokens - sequence.n_generated - n_drawn - 1
+    return max(0, min(n_places - n_beside, n_left))
 
 
 def n_drafted_at(start: int) -> int:
@@ -331,7 +335,7 @@ class Drafting:
         whether it may run ahead. block: tokens that the head guesses at once; 0: it guesses one by one.
         """
         self.max_drafts, self.has_head, self.guides, self.runs_ahead = max_drafts, has_head, guides, runs_ahead
-        self.block = block
+        self.block = min(block, max_drafts)
         self.steps, self.guesses = Times(OWN), Times(0.0)
         """Times of steps, by the rows of their drafts; and of the head, not in them, by its depth."""
         self.known = Drafter()

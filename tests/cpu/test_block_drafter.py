@@ -16,7 +16,7 @@ import torch
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import HEAD, Drafter, Drafting
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, TokenLogprob
+from deltic.engine.messages import Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Step, StepResult
 from deltic.models.dflash.weights import load_drafter
 from deltic.models.fields import CheckpointError, UnsupportedModelError
@@ -146,6 +146,28 @@ def test_blocks_end_where_pages_end() -> None:
     assert found == [3, 2, 1, 0]  # the anchor has a place, too; the next token has no page yet
 
 
+def test_nothing_is_guessed_beyond_the_end_of_an_answer() -> None:
+    """Behind a guess one token is drawn: penalties have no room for more."""
+    of = sequence(prompt(20), max_tokens=6, frequency_penalty=1e-6)
+    of.pages, runner = of.pages[:1], build(max_model_len=26)
+    assert [len(run(runner, of, n, 8)) for n in (20, 1, 1, 1, 1, 1)] == [4, 3, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "mtp"])
+def test_penalties_at_the_end_of_the_longest_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was accepted of the last draft, no step fails, and who is beside it gets an answer."""
+    always(monkeypatch)
+    path = tiny_checkpoint("dense", has_mtp=True) if kind == "mtp" else None
+    runner = build(None if kind == "mtp" else kind, path=path, max_model_len=50)
+    params = SamplingParams(
+        max_tokens=99, temperature=0.0, ignore_eos=True, logit_bias={7: 80.0}, frequency_penalty=1e-6
+    )
+    given = [Request(id=f"{n}", prompt_ids=prompt(n), params=params) for n in (17, 18, 20, 23)]
+    answers = Answers(runner, given)
+    assert [len(answers.said[one.id][0]) for one in given] == [50 - len(one.prompt_ids) for one in given]
+    assert answers.stats.n_accepted > 70
+
+
 def test_more_blocks_than_fit_at_once() -> None:
     """In groups, as alone."""
     runner = build(max_num_seqs=12, n_pages=48)
@@ -161,6 +183,27 @@ def test_more_blocks_than_fit_at_once() -> None:
         alone = build()
         run(alone, of := sequence(prompt(20 + i, seed=i)), 20 + i)
         assert run(alone, of, 1, wanted[i]) == together[i]
+
+
+def test_nothing_is_computed_behind_the_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that end one after the other, each guesses what it does alone, and its row ends with it."""
+    monkeypatch.setattr("deltic.runtime.cpu.block_drafter.LEAST_CHANCE", 0.5)
+    runner, n_rows = build("dspark"), 0
+    drafter = runner.block_drafter
+    scored = drafter._next.run
+
+    def counted() -> None:
+        nonlocal n_rows
+        n_rows += int(drafter._counts[3])
+        scored()
+
+    monkeypatch.setattr(drafter._next, "run", counted)
+    many = [sequence(prompt(20 + i, seed=i), batch_slot=i) for i in range(4)]
+    alone = [run(runner, sequence(prompt(20 + i, seed=i), batch_slot=i), 20 + i, 8) for i in range(4)]
+    n_alone, n_rows = n_rows, 0
+    step = Step([Chunk(of, 0, len(of.tokens)) for of in many], [Draw(i, of, 8) for i, of in enumerate(many)])
+    assert runner.step(step).guesses == alone and len(set(map(len, alone))) > 1
+    assert n_rows == n_alone == sum(min(8, len(guesses) + 1) for guesses in alone)
 
 
 def test_what_draws_a_token_draws_a_guess() -> None:

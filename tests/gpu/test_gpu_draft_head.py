@@ -132,6 +132,19 @@ def test_guesses_end_where_pages_end() -> None:
     assert n_guessable(of, 1) == 1
 
 
+def test_guesses_end_where_the_answer_ends() -> None:
+    """One token is drawn behind them: no row draws from more history than there can be."""
+    runner, n = fresh(), 9
+    of = sequence(prompt(n), max_tokens=5, frequency_penalty=1e-6)
+    run(runner, of, n)
+    assert runner.draft_head is not None
+    rows, found = runner.draft_head._rows, []
+    for _ in range(3):
+        found.append(len(run(runner, of, 1, 3)))
+        assert max([*rows.draws.position[rows.draws.batch_slot >= 0].tolist(), 0]) < n + 4
+    assert found == [2, 1, 0]
+
+
 def test_what_draws_a_token_draws_a_guess() -> None:
     """Penalties, biases and the seed; and guesses leave nothing to the next draw."""
     runner = fresh()

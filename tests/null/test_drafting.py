@@ -382,6 +382,18 @@ def test_a_block_is_guessed_at_once() -> None:
     assert draw.n_guesses == 5, "one alone would not be worth it"
 
 
+def test_a_block_is_no_longer_than_a_draft_may_be() -> None:
+    """Also where another sequence leaves it rows."""
+    drafting, (sure, unsure) = Drafting(3, has_head=True, guides=None, block=8), decoding(2)
+    sure.drafter, unsure.drafter = drafter(Record(99.0, 100.0)), drafter(Record(1.0, 10.0))
+    for n in range(7):
+        drafting.steps.observe(2, n, 1.0)
+        drafting.guesses.observe(2, n, 0.1)
+    (first, draw), (second, other) = decode(sure, 0), decode(unsure, 1)
+    drafting.plan(Step([first, second], [draw, other]))
+    assert draw.n_guesses == 3 >= other.n_guesses
+
+
 def follow_draft(step: Step, draw: Draw, guess: Callable[[int], int]) -> int:
     """Draws the next ids, each one more than that before it, as many as the draft has right. Returns how many those
     are. guess: what the head guesses of an id.

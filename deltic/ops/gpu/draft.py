@@ -36,7 +36,7 @@ class GuessRows:
     """Inputs and guesses of the draft head for the rows of a decode, int32 [N]."""
 
     known: Tensor  # the token behind the row where the host knows it: nothing is drawn then; else -1
-    room: Tensor  # tokens that the pages of its sequence have room for
+    room: Tensor  # rows that its sequence may have, by the room in its pages and the length of its answer
     token: Tensor  # the id of the token behind the row
     kept: Tensor  # the row's state slot, if the row counts; else -1: its keys and values are kept
     last: Tensor  # the row's state slot, if it guesses; else -1
@@ -104,7 +104,7 @@ def _go_on_kernel(
     p_batch_slot, p_position, p_known, p_room, p_token, p_last, p_at, p_draw_batch_slot, p_draw_position, p_tokens,
     n_all, PDL: tl.constexpr,
 ):
-    """A row behind a guess: the guess is its token, where the sequence has a page for it."""
+    """A row behind a guess: the guess is its token, where the sequence has room for it."""
     i = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Sequence, Step
 from deltic.models.dflash.cpu import BlockInputs, DFlash, allocate_drafter
 from deltic.models.qwen.cpu import Qwen
@@ -43,7 +44,6 @@ class _BlockGuess:
     """Tokens that the step drew: they are not among the sequence's tokens yet."""
     n_wanted: int
     tokens: list[int]
-    has_ended: bool = field(default=False)
 
     @property
     def anchor(self) -> int:
@@ -134,9 +134,8 @@ class BlockDrafter:
             if not is_own or not draw.n_guesses or tokens[0] < 0:
                 continue
             block = _BlockGuess(draw.sequence, tokens, 0, found)
-            has_page = block.anchor < len(draw.sequence.pages) * PAGE_SIZE
-            room = PAGE_SIZE - block.anchor % PAGE_SIZE if has_page else 0
-            block.n_wanted = min(draw.n_guesses, self.shape.most_guesses, room - self._n_beside)
+            most = n_guessable(draw.sequence, len(tokens), self._n_beside)
+            block.n_wanted = min(draw.n_guesses, self.shape.most_guesses, most)
             if block.n_wanted > 0:
                 blocks.append(block)
         if not blocks:
@@ -162,27 +161,26 @@ class BlockDrafter:
         """Runs blocks, those first of which most tokens are wanted."""
         self._fill(blocks)
         self._forward.run()
-        row, before = self._of_blocks["row"], self._of_blocks["before"]
-        before[: len(blocks)] = [block.drawn[-1] for block in blocks]
-        row[: len(blocks)] = np.cumsum([0, *(block.n_wanted for block in blocks[:-1])])
+        alive = list(zip(blocks, np.cumsum([0, *(block.n_wanted for block in blocks[:-1])]), strict=True))
         for i in range(blocks[0].n_wanted):
-            alive = [block for block in blocks if block.n_wanted > i]
+            alive = [(block, first) for block, first in alive if block.n_wanted > i]
+            if not alive:
+                return
             n = self._counts[3] = len(alive)
-            asked = [(block.sequence, [*block.drawn, *block.tokens]) for block in alive]
+            asked = [(block.sequence, [*block.drawn, *block.tokens]) for block, _ in alive]
+            self._of_blocks["row"][:n] = [first + i for _, first in alive]
+            self._of_blocks["before"][:n] = [tokens[-1] for _, tokens in asked]
             if i == 0:
                 self._sampler.fill_guesses(self._draws, asked)
             else:
                 self._sampler.go_on(self._draws, asked)
             self._next.run()
             chances = self.buffers.chance[:n].tolist() if self.shape.has_confidence else [1.0] * n
-            for b, (block, token, chance) in enumerate(zip(alive, self._guessed[:n].tolist(), chances, strict=True)):
-                block.has_ended = block.has_ended or token < 0 or chance < LEAST_CHANCE
-                if not block.has_ended:
+            for (block, _), token, chance in zip(alive, self._guessed[:n].tolist(), chances, strict=True):
+                if token < 0 or chance < LEAST_CHANCE:
+                    block.n_wanted = i
+                else:
                     block.tokens.append(token)
-                    before[b] = token
-            if all(block.has_ended for block in alive):
-                return
-            row[:n] += 1
 
     def _fill(self, blocks: list[_BlockGuess]) -> None:
         """Writes what is run: a row of each block's last token, and masks behind it."""

@@ -42,11 +42,6 @@ class _Guess:
     n_wanted: int
     tokens: list[int] = field(default_factory=list)
 
-    @property
-    def most(self) -> int:
-        """Tokens that the guess may have, at most."""
-        return min(self.n_wanted, n_guessable(self.sequence, len(self.drawn)))
-
 
 @dataclass(eq=False)
 class _Rows:
@@ -139,7 +134,8 @@ class DraftHead:
             tokens = drawn[i] if i is not None else []
             guess = None
             if i is not None and step.draws[i].n_guesses:
-                guess = _Guess(chunk.sequence, tokens, step.draws[i].n_guesses, guesses[i])
+                n_wanted = min(step.draws[i].n_guesses, n_guessable(chunk.sequence, len(tokens)))
+                guess = _Guess(chunk.sequence, tokens, n_wanted, guesses[i]) if n_wanted else None
             hidden = None if is_decode else self._hidden[first : first + chunk.length]
             if (rows := self._take(chunk, tokens, guess, hidden)) is not None:
                 ready.append(rows)
@@ -202,7 +198,7 @@ class DraftHead:
                     guess.n_wanted = 0
                 else:
                     guess.tokens.append(token)
-            left = [i for i, guess in enumerate(asked) if len(guess.tokens) < guess.most]
+            left = [i for i, guess in enumerate(asked) if len(guess.tokens) < guess.n_wanted]
             if not left:
                 return
             self._go_on(left)

@@ -402,7 +402,9 @@ def _of_head(chunks: Items[Chunk], n: int) -> Items[Items[int]]:
         tokens, rows = chunk.sequence.tokens, slice(at, at + chunk.length)
         if chunk.start + 1 < len(tokens):  # it was drawn before, and its state lost
             known[at] = tokens[chunk.start + 1]
-        room[rows] = [len(chunk.sequence.pages) * PAGE_SIZE] * chunk.length
+        # Behind a guess one token is drawn.
+        most = chunk.sequence.n_prompt + chunk.sequence.request.params.max_tokens - 3
+        room[rows] = [min(len(chunk.sequence.pages) * PAGE_SIZE, most)] * chunk.length
         at += chunk.length
     return known, room
 
