@@ -175,7 +175,6 @@ class EngineConfig:
         "guess several tokens at once with this block drafter (DFlash, DFlash 2 or DSpark), in place of the draft head (MTP); "
         "answers stay the same, to the bit (default: the folder draft_model in the model's directory, if there is one)",
         metavar="MODEL",
-        device="cpu",
         kind="text",
     )
     max_picture_tokens: int | None = knob(

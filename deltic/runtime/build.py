@@ -150,11 +150,11 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
     joint_head = HeadShape.of(directory, shape.hidden_size) if config.dummy is None and directory.is_dir() else None
     if embedder is not None:
         config = replace(config, max_drafts=0)
-    drafter = find_drafter(config, directory, shape) if device.name == "cpu" else None
+    drafter = find_drafter(config, directory, shape, device)
     shape = replace(shape, keeps_hidden=embedder is not None or joint_head is not None)
     max_drafts = device.text.max_drafts(config, shape)
     if drafter is not None and config.max_drafts is None:
-        max_drafts = max(max_drafts, min(device.text.drafts, drafter.shape.most_guesses))
+        max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
     if max_drafts and device.n_cuts > device.n_gpus:
         raise ConfigError(
             f"--max-drafts {max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
@@ -202,15 +202,16 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
     )
 
 
-def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape) -> FoundDrafter | None:
+def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape, device: Cpu | Gpu) -> FoundDrafter | None:
     """Finds the block drafter that was asked for, or that is in the model's directory, unless drafts are off.
 
-    Raises CheckpointError, UnsupportedModelError for one that is not there, or not of this model; ConfigError
-    for one that may not be used.
+    Raises CheckpointError, UnsupportedModelError for one that is not there, not of this model, or not for
+    this device; ConfigError for one that may not be used.
     """
     if config.draft_model is None:
         place = directory / DRAFT_MODEL
-        if config.max_drafts == 0 or config.dummy is not None or not is_drafter(place):
+        most = device.text.drafts if config.max_drafts is None else config.max_drafts
+        if most == 0 or config.dummy is not None or not is_drafter(place):
             return None
     elif config.max_drafts == 0:
         raise ConfigError(
@@ -220,6 +221,11 @@ def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape) -> Fo
         place = resolve_model(config.draft_model, ALL_FILES, None, config.download_dir)
     drafter = stored_drafter(place)
     drafter.check_target(shape)
+    device.text.check_drafter(drafter)
+    if device.n_cuts > 1:
+        raise ConfigError(
+            f"draft model {place}: a model in {device.n_cuts} parts runs none yet; leave it out, or give --tensor-parallel 1"
+        )
     return FoundDrafter(place, drafter)
 
 

@@ -412,6 +412,9 @@ class TextKind(Kind[ModelShape]):
     def check_tower(self, tower: VisionShape) -> None:
         """Raises UnsupportedModelError for a vision tower that the device's kernels cannot run."""
 
+    def check_drafter(self, shape: DrafterShape) -> None:
+        """Raises UnsupportedModelError for a block drafter that the device's kernels cannot run."""
+
     @abstractmethod
     def adapter_bytes(self, adapter: Adapter) -> int:
         """Bytes of a LoRA adapter."""

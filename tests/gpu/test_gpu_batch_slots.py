@@ -13,7 +13,7 @@ import torch
 from deltic.engine.guides import Guide
 from deltic.engine.messages import Constraint, Picture, Request, SamplingParams
 from deltic.engine.step import Chunk, Rule, Sequence
-from deltic.runtime.gpu.batch_slots import ROWS, BatchSlots, batch_table
+from deltic.runtime.gpu.batch_slots import HEAD_ROWS, ROWS, BatchSlots, batch_table
 
 WIDTHS = {
     "seed": 2, "last_token": 1, "position": 1, "state_slot": 1, "done": 1, "top_k": 1, "n_prompt": 1, "uses_history": 1,
@@ -165,7 +165,7 @@ def test_rows_of_drafts() -> None:
 def test_rows_of_a_draft_head() -> None:
     """The token behind, where it was drawn before, and the room of each sequence's pages."""
     words, offsets, views = batch_table(
-        2, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), n_drafts=4, has_head=True
+        2, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), n_drafts=4, of_head=HEAD_ROWS
     )
     batch_slots = BatchSlots(words, offsets, torch.zeros(6, 10, dtype=torch.int32), (2,), 300, 4)
     one, two = (sequence(batch_slot, list(range(9)), 5) for batch_slot in (1, 0))

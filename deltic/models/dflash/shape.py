@@ -170,6 +170,7 @@ class DrafterShape:
             (
                 ("hidden_size", self.hidden_size, self.hidden_size == target.hidden_size, f"{target.hidden_size}, as of the model"),
                 ("vocab_size", self.vocab_size, self.vocab_size == target.vocab_size, f"{target.vocab_size}, as of the model"),
+                ("hc_count", target.n_streams, target.n_streams == 1, "1: what a drafter reads of several streams is not known"),
                 (
                     "target_layer_ids",
                     list(self.target_layer_ids),

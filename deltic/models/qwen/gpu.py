@@ -273,6 +273,7 @@ class QwenGpu:
             partial = self._add_ngrams(layer, residual, partial, rows, b, memory[0])
             codes = self._codes(b.fp8, _first_matrix(i, layer), is_cut=True)
             normed = self._add_norm(residual, partial, f"layers.{i}.input_norm", out, b, codes)
+            self._keep_features(i - 1, residual, b.features)
             partial = self._of_shards(b.partial, partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len))
             codes = self._codes(b.fp8, f"layers.{i}.mlp.", layer.mlp)
             normed = self._add_norm(residual, partial, f"layers.{i}.post_norm", out, b, codes)
@@ -281,6 +282,13 @@ class QwenGpu:
         logits = front(b.logits, 1, n, shape.vocab_size)
         self._logits(out, logits, b.fp8, "decode", who)
         return logits[0]
+
+    def _keep_features(self, i: int, residual: Tensor, features: Tensor | None) -> None:
+        """Copies the residual stream behind layer i, float32 [N, H], where a block drafter reads it."""
+        if features is not None and i in self.shape.feature_layers:
+            n, h = residual.shape
+            first = self.shape.feature_layers.index(i) * h
+            copy_rows(residual, front(features, n, len(self.shape.feature_layers) * h)[:, first : first + h])
 
     def _add_ngrams(
         self,
@@ -521,6 +529,7 @@ class QwenGpu:
             added = self._add_ngrams(layer, residual, added, inputs.blocks, b, memory[0])
             codes = self._codes(b.wide.rows, _first_matrix(i, layer))
             normed = self._add_norm(residual, added, f"layers.{i}.input_norm", out, b, codes)
+            self._keep_features(i - 1, residual, b.features)
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
             added = self._of_shards(b.y, mixer)
             codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
@@ -636,7 +645,7 @@ class QwenGpu:
         """
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
-        if b.hidden is not None:  # the draft head has used the others since then
+        if b.hidden is not None:  # what drafts has used the others since then
             take_rows(front(b.hidden, t, h), rows, final)
         elif self.exchange is not None:  # whose residual is not whole
             take_rows(front(b.normed, t, h), rows, final)

@@ -69,6 +69,7 @@ class DecodeBuffers:
     logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
     streams: ConnectionBuffers | None
     index: IndexScratch | None
+    features: Tensor | None  # bfloat16, flat: the residual stream behind shape.feature_layers, side by side
     windows: Windows | None = None  # of all layers, [batch_slots, n_gdn, W, ...]: for drafts
     adapters: AdapterRows | None = None  # which rows have adapters; None: no row has any
 
@@ -89,10 +90,11 @@ class PrefillBuffers:
     wide: WideScratch
     final: Tensor  # bfloat16 [G, H]
     logits: Tensor  # float32 [G, V]
-    hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head or for vectors
+    hidden: Tensor | None  # bfloat16: as final, of every row, for what drafts or for vectors
     follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
     streams: ConnectionBuffers | None
     index: IndexScratch | None
+    features: Tensor | None  # bfloat16: as of a decode
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def decode_buffers(
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
         streams=connection_buffers(shape, n_rows, allocate, name="decode"),
         index=_index(shape, n_rows, max_len, allocate, "decode"),
+        features=_features(shape, n_rows, allocate, "decode"),
     )
 
 
@@ -180,11 +183,13 @@ def prefill_buffers(
     max_len: int,
     allocate: Allocate,
     n_shards: int = 1,
+    further: Collection[tuple[int, int]] = (),
 ) -> PrefillBuffers:
     """Every buffer of a prefill of up to n_blocks blocks in n_segments segments of contexts of up to max_len
     tokens.
 
-    codes: those of the weights. n_shards: as of `decode_buffers`.
+    codes: those of the weights. n_shards: as of `decode_buffers`. further: rows and columns of matrices of a
+    block drafter.
     """
     f32, bf16 = torch.float32, torch.bfloat16
     t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
@@ -202,7 +207,7 @@ def prefill_buffers(
             allocate,
             has_e4m3="e4m3" in codes,
         )
-    many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size)]
+    many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size), *further]
     many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
     widest = [shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size]
     if shape.index is not None:
@@ -217,7 +222,7 @@ def prefill_buffers(
         many.append((h, 2 * h))
         widest.append(2 * h)
         follows = allocate("prefill ids behind", (t,), torch.int32)
-    if shape.has_draft_head or shape.keeps_hidden:
+    if shape.has_draft_head or shape.keeps_hidden or shape.feature_layers:
         hidden = allocate("prefill hidden states", (t * h,), bf16)
     return PrefillBuffers(
         residual=allocate("prefill residual", (t * shape.stream_size,), f32),
@@ -236,7 +241,15 @@ def prefill_buffers(
         follows=follows,
         streams=connection_buffers(shape, t, allocate, name="prefill", n_wanted=n_segments),
         index=_index(shape, t, max_len, allocate, "prefill"),
+        features=_features(shape, t, allocate, "prefill"),
     )
+
+
+def _features(shape: ModelShape, n_rows: int, allocate: Allocate, name: str) -> Tensor | None:
+    if not shape.feature_layers:
+        return None
+    width = len(shape.feature_layers) * shape.hidden_size
+    return torch.as_tensor(allocate(f"{name} features", (n_rows * width,), torch.bfloat16))
 
 
 def _index(shape: ModelShape, n_rows: int, max_len: int, allocate: Allocate, name: str) -> IndexScratch | None:

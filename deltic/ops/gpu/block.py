@@ -1,5 +1,8 @@
-"""Operators of a block drafter (models/dflash) on a GPU: attention of rows that see each other, and
-convolutions within a block.
+"""Operators of a block drafter (models/dflash) on a GPU: which rows a block has, attention of rows that see
+each other, and convolutions within a block.
+
+A block follows a sequence's rows of a decode: what was accepted of a draft is found here, on the device, from
+what was drawn. So it runs behind the draws without the host.
 
 A row of a block attends to the keys in the pages up to a position that is given with it, its own or a later
 one's: `keys_decode` has written those of the block's rows before. A program takes one row and key head and
@@ -13,8 +16,9 @@ Spec: `attend` and `convolve` of tests/reference/dflash.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -29,10 +33,95 @@ from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.gpu.norm import LANES
+from deltic.ops.gpu.sample import Draws
 from deltic.ops.kv_formats import BF16, KvPages
 
+MOST_ROWS = 32
+"""Lanes that compare drafts. A sequence has fewer drafts in a step."""
 SPLITS = 8
 """Parts of a row's keys, at most; the arithmetic's."""
+
+
+@dataclass(frozen=True)
+class GuessBlocks:
+    """Rows of blocks, int32 [N]. The host writes the first four, `begin_block` the others."""
+
+    first: Tensor  # the first row in the step of the sequence that it follows; -1: not in use
+    nth: Tensor  # its number in the block
+    length: Tensor  # rows of the block
+    room: Tensor  # tokens that the pages of its sequence have room for: rows behind them are not in use
+    token: Tensor  # its id: the last one that counts, or a mask
+    end: Tensor  # the last position of its block
+    rows: Rows
+    draws: Draws  # of the guesses
+
+    def front(self, n: int) -> GuessBlocks:
+        """The first n."""
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        rows, draws = parts.pop("rows").front(n), parts.pop("draws")
+        draws = Draws(*(part[:n] for part in (draws.row, draws.batch_slot, draws.position)))
+        return replace(self, **{name: part[:n] for name, part in parts.items()}, rows=rows, draws=draws)
+
+
+def guess_blocks(of_host: tuple[Tensor, Tensor, Tensor, Tensor], allocate: Allocate) -> GuessBlocks:
+    """Allocates what the device writes of rows of blocks, for as many as the host's parts have. The caller
+    writes 0, 1, ... to `draws.row`. allocate(name, size, dtype) gives zeroed tensors.
+    """
+    names = ("token", "end", "batch slot", "state slot", "position", "draw row", "draw batch slot", "draw position")
+    token, end, *parts = (allocate(f"block {name}", (len(of_host[0]),), torch.int32) for name in names)
+    return GuessBlocks(*of_host, token, end, Rows(*parts[:3]), Draws(*parts[3:]))
+
+
+@triton.jit
+def _begin_block_kernel(
+    p_first, p_nth, p_length, p_room, p_row_batch_slot, p_row_state_slot, p_row_position, p_row_length, p_draft,
+    p_drawn, p_token, p_end, p_batch_slot, p_state_slot, p_position, p_draw_batch_slot, p_draw_position, mask,
+    BESIDE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):
+    """A row of a block behind the step's draws."""
+    i = tl.program_id(0)
+    if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
+        tl.extra.cuda.gdc_wait()
+    first, nth, length = tl.load(p_first + i), tl.load(p_nth + i), tl.load(p_length + i)
+    used, room = first >= 0, tl.load(p_room + i)
+    first = tl.maximum(first, 0)
+    o = tl.arange(0, MOST)
+    before = o + 1 < tl.load(p_row_length + first)
+    b_draft = tl.load(p_draft + first + o + 1, mask=before, other=0)
+    b_right = before & (tl.load(p_drawn + first + o, mask=before, other=-1) == b_draft)
+    b_right = b_right & (tl.load(p_drawn + first + o + 1, mask=before, other=-1) >= 0)
+    last = first + tl.min(tl.where(b_right, MOST - 1, o), 0)
+    drawn, anchor = tl.load(p_drawn + last), tl.load(p_row_position + last) + 1
+    batch_slot, state_slot = tl.load(p_row_batch_slot + last), tl.load(p_row_state_slot + last)
+    position = anchor + nth
+    used = used & (drawn >= 0) & (state_slot >= 0) & (position < room)
+    guesses = used & (nth >= BESIDE)
+    tl.store(p_token + i, tl.where(nth == 0, drawn, mask))
+    tl.store(p_end + i, tl.minimum(anchor + length, room) - 1)
+    tl.store(p_batch_slot + i, batch_slot)
+    tl.store(p_state_slot + i, tl.where(used, state_slot, -1))
+    tl.store(p_position + i, tl.where(used, position, 0))
+    tl.store(p_draw_batch_slot + i, tl.where(guesses, batch_slot, -1))
+    tl.store(p_draw_position + i, position + 1 - BESIDE)
+
+
+def begin_block(step: Rows, drawn: Tensor, g: GuessBlocks, mask_token: int, *, guesses_at_anchor: bool) -> None:
+    """Writes the device's parts of g, for blocks behind a step's draws.
+
+    step: all rows of a decode, int32 [M], with drafts; drawn: int32 [M], of each row, -1 where nothing could
+    be drawn. A row of a sequence counts if each token before it was drawn as it was drafted. A block begins
+    with what the last one drew, at the position behind it; masks follow. guesses_at_anchor: whether a row
+    guesses the token behind it; else a mask stands for the token that it guesses, and the first row guesses
+    nothing. Raises KernelError where types do not fit.
+    """
+    assert step.drafts is not None
+    check("block", drawn.dtype == g.first.dtype == torch.int32, "int32 tokens and rows")
+    launch(
+        _begin_block_kernel, (len(g.first),), g.first, g.nth, g.length, g.room, step.batch_slot, step.state_slot,
+        step.position, step.drafts.length, step.drafts.token, drawn, g.token, g.end, g.rows.batch_slot,
+        g.rows.state_slot, g.rows.position, g.draws.batch_slot, g.draws.position, mask_token,
+        BESIDE=0 if guesses_at_anchor else 1, MOST=MOST_ROWS, num_warps=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,12 @@ some may be drafts (ops/gpu/blocks.Drafts).
 """
 HEAD_ROWS = ("rows_known", "rows_room")
 """The same, where there is a draft head (ops/gpu/draft.GuessRows)."""
+BLOCK_ROWS = ("block_first", "block_nth", "block_length", "block_room")
+"""The same of the blocks behind it, where there is a block drafter (ops/gpu/block.GuessBlocks)."""
 ADAPTER_ROWS = ("group_adapter", "group_rows", "row_adapter")
 """The same, where rows may have adapters (ops/gpu/blocks.AdapterRows)."""
+
+_OF_ROWS = *ROWS, *HEAD_ROWS, *BLOCK_ROWS, *ADAPTER_ROWS
 
 
 def batch_table(
@@ -48,20 +52,16 @@ def batch_table(
     allocate: Allocate,
     more: dict[str, int] | None = None,
     n_drafts: int = 0,
-    has_head: bool = False,
+    of_head: Items[str] = (),
     has_pictures: bool = False,
     has_adapters: bool = False,
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
     """The table of n batch slots, where each part begins and the words of its rows, and the parts by name.
     more: words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a
-    batch slot. has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some.
-    has_adapters: whether rows may have adapters.
+    batch slot. of_head: HEAD_ROWS or BLOCK_ROWS, where there is a head or a block drafter. has_pictures:
+    whether prompts may have some. has_adapters: whether rows may have adapters.
     """
-    of_rows = (
-        *(ROWS if n_drafts else ROWS[:1]),
-        *(HEAD_ROWS if has_head else ()),
-        *(ADAPTER_ROWS if has_adapters else ()),
-    )
+    of_rows = (*(ROWS if n_drafts else ROWS[:1]), *of_head, *(ADAPTER_ROWS if has_adapters else ()))
     parts = {
         "seed": 2,
         **(more or {}),
@@ -163,7 +163,7 @@ class BatchSlots:
         self._owner: list[Sequence | None] = [None] * n_batch_slots
         self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_batch_slots
         self._prompts: list[PromptPositions | None] = [None] * n_batch_slots
-        self._rows: dict[str, list[int]] = {part: [] for part in (*ROWS, *HEAD_ROWS, *ADAPTER_ROWS) if part in offsets}
+        self._rows: dict[str, list[int]] = {part: [] for part in _OF_ROWS if part in offsets}
         self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
         self._values: list[Words] = []
@@ -352,6 +352,13 @@ class BatchSlots:
         if max(adapters, default=-1) >= 0:  # else nothing reads them
             by_row = adapters + [-1] * (n - len(adapters))
             parts |= dict(zip(ADAPTER_ROWS, (*adapter_groups(adapters, n), by_row), strict=True))
+        self._put_rows(parts)
+
+    def blocks(self, rows: Items[Items[int]]) -> None:
+        """Says what the rows of the blocks behind the next decode are: BLOCK_ROWS of each."""
+        self._put_rows({part: list(words) for part, words in zip(BLOCK_ROWS, zip(*rows, strict=True), strict=True)})
+
+    def _put_rows(self, parts: dict[str, list[Any]]) -> None:
         for part, words in parts.items():
             if self._rows[part][: len(words)] != words:
                 self._write(part, 0, words, contiguous=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS
+from deltic.models.dflash.gpu import GpuDrafterBuffers, drafter_buffers, matrix_sizes
 from deltic.models.qwen.gpu import Exchange
 from deltic.models.qwen.gpu_adapters import AdapterBuffers, adapter_buffers
 from deltic.models.qwen.gpu_buffers import (
@@ -27,12 +28,13 @@ from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.all_reduce import Columns, Rank, column_blocks, columns_of, rank_of, shared_buffers
+from deltic.ops.gpu.block import guess_blocks
 from deltic.ops.gpu.blocks import AdapterRows, BatchState, Drafts, Windows, window_rows
 from deltic.ops.gpu.draft import guess_rows
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import bound_levers
 from deltic.ops.gpu.sample import BatchParameters, Drawn, SampleScratch, sample_scratch
-from deltic.runtime.gpu.batch_slots import ADAPTER_ROWS, HEAD_ROWS, ROWS, batch_table
+from deltic.runtime.gpu.batch_slots import ADAPTER_ROWS, BLOCK_ROWS, HEAD_ROWS, ROWS, batch_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 PIECE_ROWS = 4096
@@ -45,6 +47,7 @@ HOST_LOGIT_ROWS = 16
 """The same of logits, where GPUs meet in the host's memory."""
 
 ByBatchSlot = TypeVar("ByBatchSlot", BatchState, BatchParameters)
+Head = TypeVar("Head", HeadBuffers, GpuDrafterBuffers)
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ class GpuWorkspace(Workspace):
 
     decode: DecodeBuffers
     prefill: PrefillBuffers
-    guesses: Guesses | None
+    guesses: Guesses[HeadBuffers] | None
     """Guesses, where there is a draft head."""
+    blocks: Guesses[GpuDrafterBuffers] | None
+    """The same, where there is a block drafter."""
     vision: VisionBuffers | None
     """Buffers of the vision tower, where there is one."""
     picture_rows: Tensor | None
@@ -109,17 +114,17 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """Buffers of a draft head, and how it draws: as the model does, but without masks, and leaving nothing to
-    the next decode but history.
+class Guesses(Generic[Head]):
+    """Buffers of a draft head or a block drafter, and how it draws: as the model does, but without
+    masks, and leaving nothing to the next decode but history.
     """
 
-    head: HeadBuffers
+    head: Head
     parameters: BatchParameters
     none: Tensor
     """int32 [batch_slots], to be filled with -1: no mask, and no log-probabilities are wanted."""
     out: Drawn
-    """The token is the latest guess."""
+    """The token is the latest guess; of a block drafter each row's."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,9 @@ def _shared(
     alternatives of a token; more: as `batch_table` takes it.
     """
     n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
-    has_head, has_pictures = not plan.speaks and plan.shape.has_draft_head, plan.tower is not None
+    of_head = HEAD_ROWS if not plan.speaks and plan.shape.has_draft_head else BLOCK_ROWS if plan.drafter else ()
     sizes = plan.max_num_seqs, plan.max_model_len, allocate, more, plan.n_draft_rows
-    table, offsets, views = batch_table(*sizes, has_head, has_pictures, plan.adapters.n > 0)
+    table, offsets, views = batch_table(*sizes, of_head, plan.tower is not None, plan.adapters.n > 0)
     return {
         "table": table,
         "offsets": offsets,
@@ -173,7 +178,8 @@ def n_patches(plan: TextPlan) -> int:
 def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     """Allocates the buffers of a step; used to count them as well as to have them."""
     shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
-    codes = {format.codes for format in shape.formats.values()}
+    drafter = plan.drafter
+    codes = {format.codes for of in (shape, drafter) if of is not None for format in of.formats.values()}
     if plan.quantize is not None:
         codes.add(WEIGHT_FORMATS[plan.quantize].codes)
     more = {"group_begun": 4} if shape.index is not None and plan.tower is not None else None
@@ -186,15 +192,17 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
             allocate("window columns", (*size, shape.conv_channels), torch.bfloat16),
             allocate("window gates", (*size, 2 * shape.gdn_n_v_heads), torch.float32),
         )
-    guesses = None
+    guesses = blocks = None
     if shape.has_draft_head:
         known, room = (views[part] for part in HEAD_ROWS)
         guessed = guess_rows(known, room, plan.n_sequence_rows, allocate)
-        head = head_buffers(shape, guessed, allocate)
-        none, left = (allocate(name, (plan.max_num_seqs,), torch.int32) for name in ("no masks", "left of guesses"))
-        drawn = shared["parameters"]
-        parameters = replace(drawn, mask_row=none, n_logprobs=none, last_token=left, position=left, done=left)
-        guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=guessed.tokens[0]))
+        guesses = _guesses(head_buffers(shape, guessed, allocate), guessed.tokens[0], plan, shared, allocate)
+    if drafter is not None:
+        first, nth, length, room = (views[part] for part in BLOCK_ROWS)
+        of_blocks = guess_blocks((first, nth, length, room), allocate)
+        own_buffers = drafter_buffers(drafter, codes, of_blocks, plan.max_step_tokens, allocate)
+        tokens = allocate("guesses", (plan.n_decode_rows,), torch.int32)
+        blocks = _guesses(own_buffers, tokens, plan, shared, allocate)
     vision = picture_rows = None
     if plan.tower is not None:
         n = n_patches(plan)
@@ -207,6 +215,7 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         sizes = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
         adapters = adapter_buffers(shape, adapted.n, adapted.rank, adapted.n_bytes, *sizes, allocate)
     own = decode_rows(plan.n_decode_rows, drafts, plan.tower is not None, allocate)
+    further = [] if drafter is None else matrix_sizes(drafter)
     kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}
     decode = decode_buffers(shape, codes, own, plan.max_model_len, allocate, **kept)
     return GpuWorkspace(
@@ -214,11 +223,23 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         adapters=adapters,
         shares=_shares(plan, allocate) if plan.cuts else None,
         guesses=guesses,
+        blocks=blocks,
         vision=vision,
         picture_rows=picture_rows,
         decode=replace(decode, windows=windows, adapters=rows),
-        prefill=prefill_buffers(shape, codes, n_blocks, n_segments, plan.max_model_len, allocate, plan.n_shards),
+        prefill=prefill_buffers(
+            shape, codes, n_blocks, n_segments, plan.max_model_len, allocate, plan.n_shards, further
+        ),
     )
+
+
+def _guesses(head: Head, tokens: Tensor, plan: TextPlan, shared: dict[str, Any], allocate: Allocate) -> Guesses[Head]:
+    """Allocates what guesses are drawn with, into tokens."""
+    none, left = (allocate(name, (plan.max_num_seqs,), torch.int32) for name in ("no masks", "left of guesses"))
+    parameters = replace(
+        shared["parameters"], mask_row=none, n_logprobs=none, last_token=left, position=left, done=left
+    )
+    return Guesses(head, parameters, none, replace(shared["out"]["decode"], token=tokens))
 
 
 def _shares(plan: TextPlan, allocate: Allocate) -> Shares:

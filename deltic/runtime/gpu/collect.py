@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from deltic.models.dflash.weights import declare_drafter
+from deltic.models.loading import Declaration
 from deltic.models.qwen.weights import Weights, empty_weights
 from deltic.models.tts.weights import empty_speech_weights
 from deltic.models.vision.pixels import PictureRules
@@ -51,7 +53,10 @@ def _text_runner(plan: TextPlan) -> GpuTextRunner:
         )
         joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts, in_host)[0]
     weights = replace(weights, layers=_different_layers(weights))
-    return GpuTextRunner(plan, [weights] * plan.n_shards, vision=vision, exchange=joined)
+    drafter = None
+    if plan.drafter is not None:
+        drafter = declare_drafter(Declaration(plan.quantize, DeviceStore("meta"), plan.drafter.formats), plan.drafter)
+    return GpuTextRunner(plan, [weights] * plan.n_shards, vision=vision, exchange=joined, drafter=drafter)
 
 
 def _speech_runner(plan: SpeechPlan) -> GpuSpeechRunner:

@@ -17,6 +17,9 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
+from deltic.models.dflash.gpu import check_drafter_gpu
+from deltic.models.dflash.shape import DrafterShape
+from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.fields import CheckpointError, UnsupportedModelError, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.adapters import Adapter
@@ -148,6 +151,9 @@ class TextOnGpu(OnGpu, TextKind):
     def check_tower(self, tower: VisionShape) -> None:
         check_vision_gpu(tower)
 
+    def check_drafter(self, shape: DrafterShape) -> None:
+        check_drafter_gpu(shape)
+
     def weight_bytes(self, shape: ModelShape, quantize: str | None) -> int:
         return weight_bytes(shape, quantize, COUNTED_ROWS)
 
@@ -175,6 +181,8 @@ class TextOnGpu(OnGpu, TextKind):
         n_angles = plan.max_model_len * plan.shape.rotary_dim
         if plan.tower is not None:
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
+        if plan.drafter is not None:
+            n_angles += (plan.max_model_len + PAGE_SIZE) * plan.drafter.head_dim
         return sizes | {"rotary tables": 4 * n_angles}
 
     def meeting_bytes(self, plan: TextPlan) -> int:
@@ -229,6 +237,7 @@ def text_runner(
     weights: Sequence[list[Weights]],
     progress: Progress = lambda stage, done: None,
     vision: Vision | None = None,
+    drafter: DrafterWeights | None = None,
 ) -> GpuTextRunner | ParallelRunner:
     """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts; an embedding that is
     planned in the host's memory moves there, and a table of n-grams, once for all. The rest is as a
@@ -247,7 +256,7 @@ def text_runner(
     if plan.cuts:
         workspace = gpu_workspace(plan, allocate_on(device_of(weights[0][0].lm_head)))
         joined = workspace, exchanges([workspace], plan.cuts)[0]
-    return GpuTextRunner(plan, weights[0], progress, vision, joined)
+    return GpuTextRunner(plan, weights[0], progress, vision, joined, drafter)
 
 
 class Gpu:
@@ -338,11 +347,16 @@ class Gpu:
         return found
 
     def text_runner(
-        self, plan: TextPlan, weights: PartWeights, vision: Vision | None, progress: Progress, drafter: object = None
+        self,
+        plan: TextPlan,
+        weights: PartWeights,
+        vision: Vision | None,
+        progress: Progress,
+        drafter: DrafterWeights | None = None,
     ) -> GpuTextRunner | ParallelRunner:
-        """Makes a runner. vision: of a model that takes pictures. Raises KernelError."""
+        """Makes a runner. vision, drafter: of a model that has them. Raises KernelError."""
         with _named_kernels(), self.levers.bound():
-            return text_runner(plan, self.devices, weights, progress, vision)
+            return text_runner(plan, self.devices, weights, progress, vision, drafter)
 
     def speech_runner(
         self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress

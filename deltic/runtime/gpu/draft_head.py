@@ -22,7 +22,7 @@ from torch import Tensor
 from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Sequence, Step
 from deltic.models.qwen.gpu import QwenGpu
-from deltic.models.qwen.gpu_buffers import GpuMemory
+from deltic.models.qwen.gpu_buffers import GpuMemory, HeadBuffers
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.sample import sample
 from deltic.runtime.gpu.ahead import Pending
@@ -38,7 +38,7 @@ class DraftHead:
         self,
         model: QwenGpu,
         workspace: GpuWorkspace,
-        guesses: Guesses,
+        guesses: Guesses[HeadBuffers],
         memory: GpuMemory,
         plan: TextPlan,
         recordings: Recordings,

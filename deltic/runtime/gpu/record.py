@@ -93,7 +93,7 @@ def record_all(
 
 Variant = Literal[
     "decode", "drafted decode", "adapted decode", "draw", "late draw", "prefill", "adapted prefill",
-    "draft keys", "first guess", "next guess",
+    "draft keys", "first guess", "next guess", "block",
 ]  # fmt: skip
 """Names of what recordings start. A drafted decode may have several rows of a sequence; in an adapted one
 rows may have adapters, too.

@@ -3,7 +3,8 @@
 **Masks.** A sequence that follows a grammar draws with a mask, which the host makes from the token before. So
 where one decodes, only the forward runs ahead, of all of them: masks are made meanwhile, and the next step
 begins by drawing. One whose mask is late keeps its logits for a later step. With a draft head nothing runs
-ahead there: it reads the hidden states behind the draw. In a thought nothing is masked, but nothing runs
+ahead there: it reads the hidden states behind the draw. Nor does it with a block drafter, whose blocks follow
+draws. In a thought nothing is masked, but nothing runs
 ahead behind the token that ends it.
 """
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from deltic.engine.messages import TokenLogprob
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
+from deltic.models.dflash.gpu import DFlashGpu
+from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.gpu import Exchange, QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
@@ -36,6 +39,7 @@ from deltic.runtime.adapters import Adapters
 from deltic.runtime.gpu.adapters import GpuAdapterMemory
 from deltic.runtime.gpu.ahead import Pending, ResultBuffers, Undrawn
 from deltic.runtime.gpu.batch_slots import BatchSlots
+from deltic.runtime.gpu.block_drafter import GpuBlockDrafter
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.draft_head import DraftHead
 from deltic.runtime.gpu.pictures import PictureTower
@@ -59,11 +63,11 @@ class TextBodies(Bodies):
         workspace: GpuWorkspace,
         memory: list[GpuMemory],
         undrawn: Undrawn,
-        draft_head: DraftHead | None,
+        head: DraftHead | GpuBlockDrafter | None,
         n_real: int,
     ) -> None:
         super().__init__(workspace, n_real)
-        self._model, self._memory, self._undrawn, self._draft_head = model, memory, undrawn, draft_head
+        self._model, self._memory, self._undrawn, self._head = model, memory, undrawn, head
 
     def decode(self, n: int, max_len: int) -> Body:
         buffers = self._workspace.decode
@@ -78,7 +82,13 @@ class TextBodies(Bodies):
 
     def _decode(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
         w = self._workspace
-        return lambda: self._model.decode(w.rows_batch_slot[:n], w.batch_slots, buffers, self._memory, max_len)
+
+        def body() -> None:
+            self._model.decode(w.rows_batch_slot[:n], w.batch_slots, buffers, self._memory, max_len)
+            if isinstance(self._head, GpuBlockDrafter):
+                self._head.follow_decode(n)
+
+        return body
 
     def add_decodes(self, recordings: Recordings, plan: Plan[Any]) -> None:
         if plan.adapters.n:
@@ -89,8 +99,8 @@ class TextBodies(Bodies):
         for n in reversed(recordings.row_sizes):
             recordings.add("draw", n, self._draw_body(n))
             recordings.add("late draw", n, self._late_draw_body(n))
-        if self._draft_head is not None:
-            self._draft_head.add_bodies()
+        if self._head is not None:
+            self._head.add_bodies()
 
     def _draw_body(self, n: int) -> Body:
         return lambda: self.draw("decode", self._undrawn.logits[:n], self._workspace.decode.rows.front(n))
@@ -103,7 +113,7 @@ class TextBodies(Bodies):
         return self._model.prefill(n_blocks, inputs, w.batch_slots.page_table, w.prefill, self._memory, w.picture_rows)
 
     def prefill(self, n_blocks: int, inputs: PrefillInputs, draws: Draws) -> Body:
-        body, head = super().prefill(n_blocks, inputs, draws), self._draft_head
+        body, head = super().prefill(n_blocks, inputs, draws), self._head
         if head is None:
             return body
 
@@ -127,9 +137,10 @@ class GpuTextRunner(GpuRunner):
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
         exchange: tuple[GpuWorkspace, Exchange] | None = None,
+        drafter: DrafterWeights | None = None,
     ) -> None:
-        """weights: of each part that this GPU has. vision: where the plan has a tower. exchange: where the
-        model is cut, with the workspace that it is of.
+        """weights: of each part that this GPU has. vision, drafter: where the plan has them. exchange: where
+        the model is cut, with the workspace that it is of.
         """
         shape, n, n_shards = plan.shape, plan.n_decode_rows, plan.n_shards
         allocate = allocate_on(device_of(weights[0].lm_head))
@@ -140,13 +151,16 @@ class GpuTextRunner(GpuRunner):
         pages = allocate("pages", (plan.n_pages + 1, n_shards, *page), page_type)
         states = allocate("states", (plan.n_slots, n_shards, *state), getattr(torch, shape.state_dtype))
         inputs = allocate("columns", (plan.n_slots, n_shards, *columns), torch.bfloat16)
-        index = ngrams = None
+        index = ngrams = drafter_pages = None
         if shape.index is not None:
             size = shape.n_kv_layers, shape.index.page_rows, shape.index.dim
             index = allocate("index pages", (plan.n_pages + 1, n_shards, *size), torch.bfloat16)
         if shape.ngrams is not None:  # of all shards, which have the same
             n_rows = shape.ngrams.window + NGRAM_RING
             ngrams = allocate("n-gram columns", (plan.n_slots, n_rows, shape.stream_size), torch.bfloat16)
+        if plan.drafter is not None:
+            of_drafter = plan.drafter.n_layers, 2, plan.drafter.n_kv_heads, PAGE_SIZE, plan.drafter.head_dim
+            drafter_pages = allocate("drafter pages", (plan.n_pages + 1, *of_drafter), torch.bfloat16)
         self.memory = [
             GpuMemory(pages[:, i], states[:, i], inputs[:, i], None if index is None else index[:, i], ngrams)
             for i in range(n_shards)
@@ -168,7 +182,7 @@ class GpuTextRunner(GpuRunner):
             plan,
             w,
             batch_slots,
-            [pages] if index is None else [pages, index],
+            [part for part in (pages, index, drafter_pages) if part is not None],
             [states, inputs] if ngrams is None else [states, inputs, ngrams],
             ResultBuffers(w.out, n),
             has_head=w.guesses is not None,
@@ -176,14 +190,18 @@ class GpuTextRunner(GpuRunner):
         self.draft_head: DraftHead | None = None
         if w.guesses is not None:
             self.draft_head = DraftHead(self.model, w, w.guesses, self.memory[0], plan, recordings=self.recordings)
+        self.block_drafter: GpuBlockDrafter | None = None
+        if plan.drafter is not None and drafter is not None and w.blocks is not None and drafter_pages is not None:
+            own = DFlashGpu(plan.drafter, drafter, self.model)
+            self.block_drafter = GpuBlockDrafter(own, w, w.blocks, drafter_pages, plan, recordings=self.recordings)
         if w.adapters is not None:
             self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._prompt_logprobs = PromptScorer(self.model, w.prefill, plan.n_real)
         self.pools = Pools() if shape.keeps_hidden else None
         self._ran_ahead: torch.cuda.Event | None = None
-        self._n_guesses = 0
-        """Guesses of this step for one sequence, at most."""
+        self._n_guesses: dict[Sequence, int] = {}
+        """Guesses of this step that are wanted for each sequence."""
         self.tower: PictureTower | None = None
         if vision is not None and w.vision is not None and w.picture_rows is not None:
             self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, self.stream)
@@ -192,7 +210,8 @@ class GpuTextRunner(GpuRunner):
                 with torch.cuda.stream(self.stream):
                     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
                     self.tower.walk()
-        bodies = TextBodies(self.model, w, self.memory, self._undrawn, self.draft_head, plan.n_real)
+        head = self.draft_head or self.block_drafter
+        bodies = TextBodies(self.model, w, self.memory, self._undrawn, head, plan.n_real)
         self._record(bodies, progress, are_replayed=plan.n_gpus > 1)
         self.info = self._make_info(None if vision is None else vision[1])
 
@@ -220,8 +239,7 @@ class GpuTextRunner(GpuRunner):
             if guide is not None:
                 guided.append((draw.sequence, step.chunks[draw.chunk].rules or [Rule.of(guide)]))
         self.batch_slots.put_guides(guided)
-        if self.draft_head is not None:
-            self._n_guesses = max((draw.n_guesses for draw in step.draws), default=0)
+        self._n_guesses = {draw.sequence: draw.n_guesses for draw in step.draws if draw.n_guesses}
         return super()._step(step)
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
@@ -252,21 +270,26 @@ class GpuTextRunner(GpuRunner):
         return super()._forward(chunks)
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
+        if self.block_drafter is not None:
+            self.block_drafter.ask(chunks, self._n_guesses, self.batch_slots)
         n = self._forward(chunks)
         rows, n_rows = rows_of(chunks)
         guesses = None
         self.recordings.of("draw", n).run()
         if self.draft_head is not None:
-            self.draft_head.run(n, self._n_guesses)
-            if self._n_guesses:
-                guesses = self.draft_head.send(rows, n_rows, self._n_guesses)
+            n_guesses = max(self._n_guesses.values(), default=0)
+            self.draft_head.run(n, n_guesses)
+            if n_guesses:
+                guesses = self.draft_head.send(rows, n_rows, n_guesses)
+        elif self.block_drafter is not None:
+            guesses = self.block_drafter.run(rows, n_rows)
         return self._results.send(rows, n_rows, "decode", guesses)
 
     def _start_ahead(self, chunks: list[Chunk]) -> None:
         """Starts only the forward, where one of the chunks draws with a mask that is not known yet."""
         if all(c.sequence.guide is None or c.sequence.guide.next_is_free for c in chunks):
             return super()._start_ahead(chunks)
-        if self.draft_head is not None:
+        if self.draft_head is not None or self.block_drafter is not None:
             return None  # it needs the hidden states behind the draw, which the next forward overwrites
         chunks = chunks[: self._undrawn.n_free]
         if chunks:
@@ -289,8 +312,9 @@ class GpuTextRunner(GpuRunner):
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
         result = super()._read(step, results)
-        if self.draft_head is not None:
-            result.guesses, result.guess_s = self.draft_head.read(step, results, result.tokens)
+        head = self.draft_head or self.block_drafter
+        if head is not None:
+            result.guesses, result.guess_s = head.read(step, results, result.tokens)
         for i, (draw, tokens) in enumerate(zip(step.draws, result.tokens, strict=True)):
             params = draw.sequence.request.params
             if params.constraint is not None and ends_thought(draw.sequence, tokens[-1]):

@@ -1,0 +1,252 @@
+"""A block drafter on a GPU (or in the interpreter): guesses against the reference, and answers that no guess changes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.drafts import Drafter
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Chunk, Draw, Step, StepResult
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import load_weights, stored_shape
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.runtime.build import build_runner
+from deltic.runtime.gpu.device import Gpu
+from tests.cpu.test_block_drafter import Answers, a_token_too_far, always, features_of, likely
+from tests.cpu.test_reference import prompt
+from tests.drafted import Schedule
+from tests.gpu.test_gpu_drafts import FEW, HAS_GPU, SIZES, SMALL, small_checkpoint, truth
+from tests.heads import run, sequence
+from tests.plain import plain
+from tests.reference import dflash as reference
+from tests.tiny import tiny_checkpoint
+from tests.tiny_config import N_REAL_VOCAB
+from tests.tiny_drafter import MASK, plain_drafter, tiny_drafter, write_drafter
+
+MOST = 4
+
+
+def build(kind: str | None = "dflash", path: Path | None = None, **settings: Any) -> Any:
+    """kind: of the drafter; None: there is none."""
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "max_step_tokens": 128, "n_pages": 24}
+    sizes |= {"n_checkpoints": 0, "draft_model": str(tiny_drafter(kind)) if kind else None, "max_drafts": MOST}
+    config = EngineConfig(model=str(path or tiny_checkpoint("dense")), **{**sizes, **settings})
+    return build_runner(config, lambda stage, done: None, Gpu())
+
+
+@cache
+def small_drafter() -> Path:
+    """Of the checkpoints of test_gpu_drafts.py."""
+    if HAS_GPU:
+        return tiny_drafter("dflash")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HIDDEN": SMALL["HIDDEN"], "FFN": 64, "N_Q": 2, "N_KV": 1, "DIM": 32}.items():
+            patch.setattr(f"tests.tiny_drafter.{name}", value)
+        path = Path(str(small_checkpoint("dense"))).with_name("small-drafter")
+        path.mkdir()
+        write_drafter(path, "dflash")
+        return path
+
+
+@cache
+def small(kind: str = "dense", max_drafts: int = MOST, **settings: Any) -> Any:
+    """With a drafter, unless there are no drafts."""
+    sizes: dict[str, Any] = {"max_num_seqs": 6 if HAS_GPU else 3, "max_model_len": 512 if HAS_GPU else 192}
+    drafter = small_drafter() if max_drafts else None
+    return build(None, small_checkpoint(kind), **sizes, n_pages=30, n_checkpoints=6, max_drafts=max_drafts,
+                 draft_model=None if drafter is None else str(drafter), **settings)  # fmt: skip
+
+
+def keys_of(runner: Any, of: Any, n: int) -> torch.Tensor:
+    """The drafter's keys and values of a sequence's first n tokens, [layers, 2, heads, n, dim]."""
+    pages = runner.block_drafter._pages[of.pages].cpu()
+    return torch.cat(list(pages), dim=3)[:, :, :, :n]
+
+
+@pytest.mark.parametrize("kind", ["dflash", pytest.param("sliding", marks=pytest.mark.long)])
+def test_guesses_are_those_of_the_reference(kind: str) -> None:
+    """Behind a decode; keys and values are of a prefill and of decodes."""
+    path = tiny_checkpoint("dense")
+    shape = stored_shape(path, ModelShape.from_directory(path))
+    weights, (own, of) = plain(load_weights(path, shape)[0]), plain_drafter(tiny_drafter(kind))
+    runner, ids, n = build(kind, max_drafts=5), prompt(70), 5
+    run(runner, sequence_ := sequence(ids), len(ids))
+    run(runner, sequence_, 1)
+    guesses = run(runner, sequence_, 1, n)
+    tokens = list(sequence_.tokens)
+    known = reference.context(own, of, features_of(weights, shape, tokens[:-1]), "bfloat16")
+    found = keys_of(runner, sequence_, len(tokens) - 1).float()
+    for i, keys in enumerate(known):
+        for j, expected in enumerate(keys):
+            off = (found[i, j].transpose(0, 1) - expected).abs()
+            assert off.max() < 0.2 and off.median() < 0.01, (i, j, off.max(), off.median())
+    rows = weights.embed[[tokens[-1]] + [MASK] * n].float()
+    states = reference.block_states(own, of, known, rows, "bfloat16")[-n:]
+    logits = reference.logits_of(of, states, weights.lm_head, "bfloat16")[:, :N_REAL_VOCAB]
+    assert len(guesses) == n
+    for i, guess in enumerate(guesses):
+        assert logits[i].max() - logits[i][guess] < 0.05, i  # near-ties may fall either way
+
+
+def test_blocks_end_where_pages_end() -> None:
+    """And write to no page that is not the sequence's."""
+    runner = small()
+    pages = runner.block_drafter._pages
+    of = sequence(prompt(PAGE_SIZE - 3))
+    of.pages = of.pages[:1]
+    run(runner, of, PAGE_SIZE - 3)
+    before = pages[1:-1].clone()
+    assert [len(run(runner, of, 1, 4)) for _ in range(3)] == [1, 0, 0]  # the anchor has a place, too
+    assert torch.equal(pages[1:-1], before)
+
+
+def test_blocks_follow_what_was_accepted() -> None:
+    """Behind a draft with a wrong token, beside another block: those of a sequence that came there token by token."""
+    runner = small()
+    run(runner, alone := sequence(prompt(20)), 20)
+    guesses = [run(runner, alone, 1, n) for n in (0, 0, 3)]
+    run(runner, of := sequence(prompt(20), batch_slot=1), 20)
+    run(runner, beside := sequence(prompt(33, seed=1), batch_slot=2), 33)
+    draft = [*alone.tokens[21:23], (alone.tokens[23] + 1) % 256]
+    step = Step([Chunk(beside, 33, 1), Chunk(of, 20, 4, drafts=draft)], [Draw(0, beside, 2), Draw(1, of, 3)])
+    step.runs_ahead = False
+    result = runner.step(step)
+    assert result.tokens[1] == alone.tokens[21:24].tolist() and len(result.guesses[0]) == 2
+    assert result.guesses[1] == guesses[-1] and result.guess_s > 0
+
+
+def asking(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has every decode that nothing runs ahead of guess. Gives a list of what each step guessed."""
+    step, counts = runner.step, list[int]()
+
+    def more(planned: Step) -> StepResult:
+        if not any(draw.sequence.runs_ahead for draw in planned.draws) and len(counts) % 3:
+            planned.runs_ahead = False
+            for i, draw in enumerate(planned.draws):
+                draw.n_guesses, draw.sequence.runs_ahead = (i + len(counts)) % (MOST + 1), False
+        result: StepResult = step(planned)
+        counts.append(sum(map(len, result.guesses)))
+        return result
+
+    monkeypatch.setattr(runner, "step", more)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "sizes"),
+    [("dense", 7, SIZES if HAS_GPU else FEW), pytest.param("next", 131, SIZES, marks=pytest.mark.long)],
+)
+def test_random_schedules_keep_their_bits(kind: str, seed: int, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix hits, forks, aborts, preemption, seeds, penalties, company; decodes run ahead between blocks."""
+    plain_ = truth(kind, seed, sizes)
+    counts = asking(runner := small(kind), monkeypatch)
+    found, engine = Schedule(seed, ("1",), plain_, sizes).run(runner, monkeypatch)
+    assert found == plain_
+    assert engine.stats().n_accepted > 5 and sum(counts) > 10
+
+
+def few(n_tokens: int) -> list[Request]:
+    """Requests of `likely` that are quick, interpreted."""
+    params = {"max_tokens": n_tokens, "temperature": 0.0, "n": 1}
+    return [
+        Request(id=one.id, prompt_ids=prompt(40 + i, seed=i), params=msgspec.structs.replace(one.params, **params))
+        for i, one in enumerate(likely(5)[:2])
+    ]
+
+
+@pytest.mark.long
+def test_its_guesses_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own guesses are drafted, and some of them are right."""
+    plain_ = Answers(small(max_drafts=0), few(12))
+    always(monkeypatch)
+    found = Answers(small(), few(12))
+    assert found.said == plain_.said
+    assert found.stats.n_drafted > found.stats.n_accepted > 0
+
+
+def over_the_models_keys(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
+    """Its keys stand where the model's are."""
+    step = runner.step
+
+    def spoiling(planned: Step) -> StepResult:
+        result: StepResult = step(planned)
+        for draw, guesses in zip(planned.draws, result.guesses, strict=True):
+            if guesses:
+                page = draw.sequence.pages[0]
+                runner.memory[0].pages[page].view(-1)[:512] = runner.block_drafter._pages[page].view(-1)[:512]
+        return result
+
+    monkeypatch.setattr(runner, "step", spoiling)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [over_the_models_keys, a_token_too_far], ids=lambda fault: fault.__name__)
+def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_ = Answers(small(max_drafts=0), few(12))
+    always(monkeypatch)
+    fault(monkeypatch, runner := small())
+    assert Answers(runner, few(12)).said != plain_.said
+
+
+@pytest.mark.long
+def test_a_prefix_brings_its_keys_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the tree, and from the disk behind a restart: guesses behind it are those of a prompt that was computed."""
+    monkeypatch.setattr(Drafter, "propose", lambda self, *_: [])  # so each run has the same steps
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    kept: list[list[list[int]]] = []
+
+    def ask(engine: Engine) -> int:
+        runner: Any = engine.runner
+        step, found, n_cached = runner.step, list[list[int]](), 0
+
+        def noted(planned: Step) -> StepResult:
+            planned.runs_ahead = False
+            for draw in planned.draws:
+                draw.n_guesses = MOST if planned.chunks[draw.chunk].is_decode else 0
+            result: StepResult = step(planned)
+            found.extend(guesses for guesses in result.guesses if guesses)
+            return result
+
+        runner.step = noted
+        engine.add(Request(id="a", prompt_ids=prompt(80), params=params))
+        while engine.has_work():
+            n_cached = max([n_cached, *(output.cached_tokens for output in engine.step())])
+        runner.step = step
+        kept.append(found)
+        return n_cached
+
+    settings: dict[str, Any] = {"path": small_checkpoint("dense"), "draft_model": str(small_drafter())}
+    settings |= {"cache_dir": tmp_path / "cache", "cache_host_gb": 0.05, "n_checkpoints": 4}
+    engine = Engine(build(None, **settings))
+    hits = [ask(engine), ask(engine)]
+    engine.close(5)
+    hits.append(ask(Engine(build(None, **settings))))
+    assert hits == [0, PAGE_SIZE, PAGE_SIZE]
+    assert sum(map(len, kept[0])) > 8 and kept[0] == kept[1] == kept[2]
+
+
+def test_what_is_planned_and_refused(tmp_path: Path) -> None:
+    runner = small()
+    plan = runner.plan
+    assert plan.page_bytes == plan.shape.page_bytes() + plan.drafter.page_bytes
+    assert plan.page_bytes == sum(part[0].nbytes for part in runner._pages)
+    assert plan.workspace["decode features"] == plan.n_decode_rows * 2 * plan.shape.hidden_size * 2
+    assert plan.drafter_bytes > 0 and runner.info.draft_block == 7 and runner.draft_head is None
+    for kind, said in (("dflash2", "selector_rank"), ("dspark", "markov_rank")):
+        with pytest.raises(UnsupportedModelError, match=f"draft model: {said}.*give --device cpu"):
+            build(kind)
+    with pytest.raises(ConfigError, match=r"2 parts runs none yet.*--tensor-parallel 1"):
+        config = EngineConfig(model=str(tiny_checkpoint("dense")), draft_model=str(tiny_drafter("dflash")))
+        build_runner(config, lambda stage, done: None, Gpu(n_gpus=2))
+    with pytest.raises(UnsupportedModelError, match="hc_count"):
+        build("dflash", tiny_checkpoint("flash"))
