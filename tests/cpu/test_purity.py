@@ -26,6 +26,7 @@ from deltic.runtime.cpu import text as runner_module
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from tests.cpu.grid import grid
+from tests.spoilt import every_byte, spoil, spoil_before_each_run
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next", "flash")
@@ -243,6 +244,25 @@ def test_recorded_step_is_its_calls(kind: str, quantize: str | None, monkeypatch
     assert isinstance(direct.program, DirectCalls) and len(direct.program.calls) > 20
     ids, crowd = prompt(7, 150), [(i, prompt(i, 30 * i + 1), SamplingParams(max_tokens=7)) for i in range(3)]
     assert_same_bits(run(runner(kind, quantize), ids, crowd), run(direct, ids, crowd))
+
+
+@every_model
+@every_byte
+def test_what_nobody_has_written_is_not_read(
+    kind: str, quantize: str | None, byte: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages and state slots before their first owner; before each step, what it has between its inputs and its draws."""
+    spoilt = build(kind, quantize)
+    spoil(spoilt.memory, byte)
+    spoil_before_each_run(spoilt.program, spoilt.workspace.activations, byte)
+    spoil_before_each_run(spoilt.program, spoilt.workspace.sampler.scratch, byte, but=("counts",))
+    ids, crowd = (
+        prompt(9, 150),
+        [(i, prompt(i, 60 * i + 1), SamplingParams(max_tokens=9, logprobs=3)) for i in range(4)],
+    )
+    sampled = {"seed": 5, "temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.5}
+    assert_same_bits(run(runner(kind, quantize), ids, crowd, **sampled), run(spoilt, ids, crowd, **sampled))
+    assert "not finite" not in caplog.text, "an answer was computed anew"
 
 
 @every_model

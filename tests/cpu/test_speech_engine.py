@@ -31,6 +31,7 @@ from deltic.runtime.cpu.speech import SpeechRunner
 from tests.planned import planned
 from tests.reference import speech as oracle
 from tests.reference.vocoder import decode
+from tests.spoilt import every_byte, spoil, spoil_before_each_run
 from tests.tensors import array_of, tensor_of
 from tests.tiny_speech import tiny_speech
 
@@ -323,6 +324,19 @@ def test_memory_that_is_not_finite_is_not_heard(part: str) -> None:
     last = speaking.run(request)
     assert last["long", 0].finish_reason == "length" and speaking.engine.stats().n_recomputed == 1
     assert speaking.audio["long", 0] == speaking.audio["expected", 0]
+
+
+@every_byte
+def test_what_nobody_has_written_is_not_heard(byte: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Pages and past before their first owner; before each step, what it has between its inputs and its draws but the pad's row."""
+    speaking, spoilt = Speaking(), Speaking()
+    requests = drawn(speaking)
+    speaking.run(*requests)
+    spoil(spoilt.runner.memory, byte)
+    spoil_before_each_run(spoilt.runner.program, spoilt.runner.workspace.activations, byte, but=("text_rows",))
+    spoilt.run(*requests)
+    assert spoilt.codes == speaking.codes and spoilt.audio == speaking.audio
+    assert "not finite" not in caplog.text, "an answer was computed anew"
 
 
 def test_what_was_timed_at_start_changes_nothing() -> None:
