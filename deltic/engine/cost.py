@@ -103,6 +103,11 @@ class StepCost:
         seconds += self.per_decode_s * load.n_decodes + self.per_key_s * load.n_keys
         return self.scale * (seconds + self.per_pair_s * load.n_pairs)
 
+    def part(self, some: Iterable[Chunk], chunks: Iterable[Chunk], block_size: int) -> float:
+        """Estimates what some chunks of a step take alone, as a part of what all do."""
+        alone_s, all_s = (self.seconds(StepLoad.of(c, block_size)) for c in (some, chunks))
+        return alone_s / all_s if all_s else 1.0
+
     def room(self, load: StepLoad, context: int, most: int, is_brief: bool = False) -> int:
         """Counts the tokens of one more prefill, after `context` tokens, that keep a step with `load` within
         the target. is_brief: no more of them than a step needs to compute nearly as many tokens a second.

@@ -407,14 +407,15 @@ class Engine:
             stage.others_s = sum(engine.turn_s for engine in others)
 
     def step(self) -> list[Output]:
-        """Runs one step, and of a speech model the vocoder beside it or instead.
+        """Runs the vision tower behind the last step, then one step, and of a speech model the vocoder beside
+        it or instead.
 
         A step that fails ends its sequences with an error; the others go on.
         """
-        begin = time.perf_counter()
-        outputs = self._step() if self.stage is None else self._speak(self.stage)
-        if self.pictures is not None and self.pictures.has_work:
+        begin, outputs = time.perf_counter(), list[Output]()
+        if self.pictures is not None and self.pictures.has_work:  # behind the last step: what it gave is sent
             outputs += self._traced(self.scheduler.encode_pictures(self.last_step_s))
+        outputs += self._step() if self.stage is None else self._speak(self.stage)
         self.turn_s = time.perf_counter() - begin
         return outputs
 

@@ -158,6 +158,11 @@ class Pictures:
         entries = [*self._claimed.values(), *filter(None, [self._current])]
         return {s.request.tenant for entry in entries if not entry.is_done for s in entry.wanted_by}
 
+    def served(self) -> set[str]:
+        """The tenants of the picture that the tower works on next."""
+        entry = self._next()
+        return set() if entry is None else {s.request.tenant for s in entry.wanted_by}
+
     def begin_plan(self) -> None:
         self._claimed = {}
         self._is_short = False

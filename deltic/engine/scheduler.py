@@ -7,7 +7,7 @@ others. One below 0 goes before its own tenant's less urgent requests, and each 
 the turns of other tenants do not change. A tenant who has no batch slot does not wait until another's answers
 end: the tenant with the most gives up what began last. If several tenants have prompts to compute, the tenant
 with the fewest prompt tokens computed so far goes first. On a CPU a tenant's prompts and pictures are done in
-short pieces where others have requests, and have half of the time beside decodes of who has no more open.
+short pieces where others have requests, and have half of the time beside the work of who has no more open.
 
 A sequence starts after the longest prefix that the cache has. It is held back while the cache brings that
 from a lower tier, and while another prefill of higher rank computes the beginning that both share. Others may
@@ -312,16 +312,19 @@ class Scheduler:
             chunk = Chunk(sequence, start, 1)
             chunk.n_redo = sequence.n_window
             step.chunks.append(chunk)
-        self._time.decoding = {chunk.sequence.request.tenant for chunk in step.chunks}
+        decoding = {chunk.sequence.request.tenant for chunk in step.chunks}
+        others = decoding | {s.request.tenant for s in self._prefills} if self._time.is_brief else set[str]()
+        self._time.working = decoding | (self.pictures.waiting() if self.pictures is not None else set())
         # Where there is a target for the time between two tokens, a chunk uses it up: the vision tower and
         # prefills take turns.
         gives_way = self._tower_has_work and self._had_prefill and bool(self._decodes) and self.cost is not None
         if gives_way and self.pictures is not None:
-            gives_way = not all(map(self._time.waits, self.pictures.waiting()))
+            gives_way = not all(self._time.waits(tenant, others) for tenant in self.pictures.waiting())
         if (self._prefills or self._admission.waiting) and not gives_way:
-            self._plan_prefills(step)
+            self._plan_prefills(step, others)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
+        self._time.working = {chunk.sequence.request.tenant for chunk in step.chunks}
         if self.drafting is not None:
             self.drafting.plan(step)
         self._had_prefill = bool(step.chunks) and not step.chunks[-1].is_decode
@@ -344,12 +347,16 @@ class Scheduler:
         ends its requests.
         """
         assert self.pictures is not None
-        tenants, seconds = self.pictures.waiting(), self.tower_s(step_s)
-        if not seconds or all(map(self._time.waits, tenants)):
+        seconds = self.tower_s(step_s)
+        if not seconds or all(map(self._time.waits, self.pictures.waiting())):
             return []
-        begin = time.perf_counter()
+        tenants, begin = self.pictures.served(), time.perf_counter()
         failed = self.pictures.work(seconds)
-        self._time.owe(tenants, time.perf_counter() - begin)
+        took_s = time.perf_counter() - begin
+        for tenant in self._time.owing:
+            if tenants - {tenant}:
+                self._time.pay(tenant, took_s)
+        self._time.owe(tenants, took_s)
         return [output for sequence, why in failed for output in self._refuse(sequence, why)]
 
     def tower_s(self, step_s: float) -> float:
@@ -399,22 +406,27 @@ class Scheduler:
             n_most = _n_most_computed(sequence.n_prompt, sequence.request.params.max_tokens)
             self.cache.grow(sequence, min(n_tokens + self.info.n_lookahead, n_most))
 
-    def _plan_prefills(self, step: Step) -> None:
-        """Fills the step with prefill chunks: of running sequences, in turns, then of waiting, by rank."""
+    def _plan_prefills(self, step: Step, others: set[str]) -> None:
+        """Fills the step with prefill chunks: of running sequences, in turns, then of waiting, by rank.
+
+        others: the tenants of decodes and prefills, where they share the time.
+        """
         n_decodes = len(step.chunks)
         budget = self.max_step_tokens - (n_decodes if self.info.canonical_decode else 0)
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
         cost = self.cost
         load = StepLoad.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
-        decoding = {s.request.tenant for s in self._decodes if self._time.is_brief}
         candidates = (s for s in self._admission.candidates() if not self._time.waits(s.request.tenant))
         candidate = next(candidates, None)
         prefills, self._n_prefilled = in_turns(self._prefills, self._n_prefilled)
-        prefills = [s for s in prefills if not self._time.waits(s.request.tenant)]
-        i = n_prefills = 0  # i: into prefills
         if self.pictures is not None:
             self.pictures.begin_plan()
+            # Claims come in turns, whoever owes: else two would drive out each other's pictures for ever.
+            for owing in prefills if others else []:
+                self.pictures.ready(owing, budget)
+        prefills.sort(key=lambda s: self._time.waits(s.request.tenant, others))
+        i = n_prefills = 0  # i: into prefills
         while budget > 0 and (n_prefills < self.info.max_prefill_seqs or not self.info.max_prefill_seqs):
             sequence = prefills[i] if i < len(prefills) else None
             if candidate and (not sequence or (rank(candidate) < rank(sequence) and len(self._n_prefilled) <= 1)):
@@ -426,7 +438,11 @@ class Scheduler:
                 continue
             if not sequence:
                 break
-            is_brief = bool(decoding - {sequence.request.tenant})
+            tenant = sequence.request.tenant
+            if self._time.waits(tenant):
+                i += 1
+                continue
+            is_brief = bool(others - {tenant})
             most = cost.room(load, sequence.n_computed, budget, is_brief) if cost and load else budget
             if not (load and load.n_rows):
                 most = max(most, min(budget, PAGE_SIZE))
@@ -455,7 +471,7 @@ class Scheduler:
                 budget -= -(-length // self.info.block_size) * self.info.block_size
             n_prefills += not chunk.is_decode
             i += 1
-            tenant = sequence.request.tenant
+            self._time.working.add(tenant)
             # What the vision tower did for it counts, too.
             n_seen = sum(picture.n_tokens for picture, _ in chunk.pictures if picture.first >= chunk.start)
             self._n_prefilled[tenant] = self._n_prefilled.get(tenant, 0) + length + n_seen
@@ -639,7 +655,10 @@ class Scheduler:
     def observe(self, step: Step, seconds: float, guess_s: float = 0.0) -> None:
         """Tells the cost models what a step took, guess_s of it the draft head, and who waited for it."""
         if self._time.is_brief:
-            self._time.pay({chunk.sequence.request.tenant for chunk in step.chunks}, seconds)
+            for tenant in self._time.owing:
+                theirs = [chunk for chunk in step.chunks if chunk.sequence.request.tenant != tenant]
+                if theirs and self.cost is not None:
+                    self._time.pay(tenant, seconds * self.cost.part(theirs, step.chunks, self.info.block_size))
             self._time.owe({c.sequence.request.tenant for c in step.chunks if not c.is_decode}, seconds)
         if self.drafting is not None:
             self.drafting.observe(step, seconds, guess_s)

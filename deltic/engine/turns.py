@@ -9,7 +9,7 @@ one with little waits for the job that runs and for its turn.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -31,14 +31,14 @@ class Turns:
 
 
 class TimeShares:
-    """Shares of the time of steps: what a piece of work for a tenant took, it owes to the others, whose
-    decodes have as long before it has the next.
+    """Shares of the time of steps: what a piece of work for a tenant took, it owes to the others, whose work
+    has as long before it has the next.
     """
 
     def __init__(self, n_open_of: Counter[str], can_be_brief: bool) -> None:
         """n_open_of: sequences, by tenant. can_be_brief: whether short pieces of work cost little."""
-        self.decoding = set[str]()
-        """The tenants whose decodes run in the step."""
+        self.working = set[str]()
+        """The tenants who have something in the step, or whose picture is encoded behind it."""
         self._n_open_of, self._can_be_brief = n_open_of, can_be_brief
         self._owed_s: dict[str, float] = {}
 
@@ -47,14 +47,19 @@ class TimeShares:
         """True if work for a tenant should be short, since there are others."""
         return self._can_be_brief and len(self._n_open_of) > 1
 
-    def waits(self, tenant: str) -> bool:
-        """Returns whether a tenant owes to one who decodes in the step, and has no more sequences open."""
-        n_of = self._n_open_of
-        return (
-            self.is_brief
-            and tenant in self._owed_s
-            and any(n_of[other] <= n_of[tenant] for other in self.decoding - {tenant})
-        )
+    @property
+    def owing(self) -> list[str]:
+        """The tenants who owe."""
+        return list(self._owed_s)
+
+    def waits(self, tenant: str, others: Iterable[str] | None = None) -> bool:
+        """Returns whether a tenant owes to one of others, by default of those working, who has no more
+        sequences open.
+        """
+        if not self.is_brief or tenant not in self._owed_s:
+            return False
+        n_of, others = self._n_open_of, self.working if others is None else others
+        return any(n_of[other] <= n_of[tenant] for other in others if other != tenant)
 
     def owe(self, tenants: set[str], seconds: float) -> None:
         """Notes a piece of work for these tenants. What they owed before is forgotten: nobody has asked for
@@ -62,12 +67,11 @@ class TimeShares:
         """
         self._owed_s |= dict.fromkeys(tenants, seconds)
 
-    def pay(self, tenants: set[str], seconds: float) -> None:
-        """Notes a step in which these tenants had something: all others pay them."""
-        for tenant in [tenant for tenant in self._owed_s if tenants - {tenant}]:
-            self._owed_s[tenant] -= seconds
-            if self._owed_s[tenant] <= 0.0:
-                del self._owed_s[tenant]
+    def pay(self, tenant: str, seconds: float) -> None:
+        """Notes that others had so long of what a tenant owes."""
+        self._owed_s[tenant] -= seconds
+        if self._owed_s[tenant] <= 0.0:
+            del self._owed_s[tenant]
 
 
 class NamespaceShares(Generic[Item]):

@@ -225,7 +225,7 @@ def test_the_tower_and_prefills_take_turns_where_there_is_a_target(monkeypatch: 
         engine.step()
         pieces.append(tower.n_pieces - before)
     ran = runner.ran[begun:]
-    both = [bool(n) and bool(m) for n, (_, m) in zip(pieces, ran, strict=True)]
+    both = [bool(n) and bool(m) for n, (_, m) in zip(pieces[1:], ran[:-1], strict=True)]
     assert not any(both), "a step with a prefill has used the time up"
     assert sum(map(bool, pieces)) >= 3 and sum(m > 0 for _, m in ran) >= 3
     assert all(n_decodes == 1 for n_decodes, _ in ran)
@@ -280,6 +280,7 @@ def test_a_picture_of_a_request_that_ended_is_not_encoded_on() -> None:
     engine = Engine(SeeingRunner(tower))
     engine.add(prompt("first", 10, picture(30, 32, 1), 10))
     engine.step()
+    engine.step()  # the tower comes behind a step, when that was told
     assert 0 < tower.n_pieces < 60
     engine.abort("first")
     engine.add(prompt("second", 10, picture(2, 2, 2), 10))
