@@ -69,7 +69,7 @@ def small(kind: str = "dense", max_drafts: int = MOST, **settings: Any) -> Any:
 
 def keys_of(runner: Any, of: Any, n: int) -> torch.Tensor:
     """The drafter's keys and values of a sequence's first n tokens, [layers, 2, heads, n, dim]."""
-    pages = runner.block_drafter._pages[of.pages].cpu()
+    pages = runner.block_drafter.pages[of.pages].cpu()
     return torch.cat(list(pages), dim=3)[:, :, :, :n]
 
 
@@ -101,7 +101,7 @@ def test_guesses_are_those_of_the_reference(kind: str) -> None:
 def test_blocks_end_where_pages_end() -> None:
     """And write to no page that is not the sequence's."""
     runner = small()
-    pages = runner.block_drafter._pages
+    pages = runner.block_drafter.pages
     of = sequence(prompt(PAGE_SIZE - 3))
     of.pages = of.pages[:1]
     run(runner, of, PAGE_SIZE - 3)
@@ -183,7 +183,7 @@ def over_the_models_keys(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
         for draw, guesses in zip(planned.draws, result.guesses, strict=True):
             if guesses:
                 page = draw.sequence.pages[0]
-                runner.memory[0].pages[page].view(-1)[:512] = runner.block_drafter._pages[page].view(-1)[:512]
+                runner.memory[0].pages[page].view(-1)[:512] = runner.block_drafter.pages[page].view(-1)[:512]
         return result
 
     monkeypatch.setattr(runner, "step", spoiling)

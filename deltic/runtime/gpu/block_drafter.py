@@ -18,7 +18,7 @@ import torch
 
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.dflash.gpu import DFlashGpu, GpuDrafterBuffers
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.block import begin_block
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.sample import sample
@@ -37,21 +37,21 @@ class GpuBlockDrafter:
         drafter: DFlashGpu,
         workspace: GpuWorkspace,
         guesses: Guesses[GpuDrafterBuffers],
-        pages: torch.Tensor,
+        allocate: Allocate,
         plan: TextPlan,
         recordings: Recordings,
     ) -> None:
-        """pages: bfloat16 [n_pages + 1, layers, 2, nk, 64, d]. recordings: the model's, to which blocks are
-        added.
-        """
-        self._drafter, self._workspace, self._guesses, self._pages = drafter, workspace, guesses, pages
+        """recordings: the model's, to which blocks are added."""
+        self._drafter, self._workspace, self._guesses, shape = drafter, workspace, guesses, drafter.shape
+        size = plan.n_pages + 1, shape.n_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim
+        self.pages: torch.Tensor = allocate("drafter pages", size, torch.bfloat16)
         self._recordings, self._n_ids = recordings, plan.n_real
-        self._n_beside = int(not drafter.shape.guesses_at_anchor)
+        self._n_beside = int(not shape.guesses_at_anchor)
         rows = guesses.head.rows
         guesses.none.fill_(-1)
         self._n_rows = len(rows.first)
         rows.draws.row.copy_(torch.arange(self._n_rows, dtype=torch.int32))
-        is_gpu = pages.is_cuda
+        is_gpu = self.pages.is_cuda
         # Nothing runs ahead behind guesses: what was sent is read before more is.
         self._host = torch.empty((2, self._n_rows), dtype=torch.int32, pin_memory=is_gpu)
         self._watch = Watch(is_gpu)
@@ -70,7 +70,7 @@ class GpuBlockDrafter:
         def body() -> None:
             mask, at_anchor = shape.mask_token_id, shape.guesses_at_anchor
             begin_block(w.decode.rows, drawn, rows, mask, guesses_at_anchor=at_anchor)
-            logits = self._drafter.block(n, w.batch_slots.page_table, w.decode, g.head, self._pages)
+            logits = self._drafter.block(n, w.batch_slots.page_table, w.decode, g.head, self.pages)
             sample(logits, self._n_ids, rows.draws, g.parameters, w.sample, g.out)
 
         return body
@@ -78,11 +78,11 @@ class GpuBlockDrafter:
     def follow_decode(self, n: int) -> None:
         """Starts the keys and values of a decode of n rows, behind its forward."""
         w = self._workspace
-        self._drafter.keys(w.decode.rows.front(n), w.batch_slots.page_table, w.decode, self._guesses.head, self._pages)
+        self._drafter.keys(w.decode.rows.front(n), w.batch_slots.page_table, w.decode, self._guesses.head, self.pages)
 
     def follow_prefill(self, n_blocks: int, inputs: PrefillInputs) -> None:
         """Starts the same of a prefill, behind its draws."""
-        self._drafter.keys_many(n_blocks, inputs, self._workspace.prefill, self._guesses.head, self._pages)
+        self._drafter.keys_many(n_blocks, inputs, self._workspace.prefill, self._guesses.head, self.pages)
 
     # A step.
 

@@ -151,16 +151,13 @@ class GpuTextRunner(GpuRunner):
         pages = allocate("pages", (plan.n_pages + 1, n_shards, *page), page_type)
         states = allocate("states", (plan.n_slots, n_shards, *state), getattr(torch, shape.state_dtype))
         inputs = allocate("columns", (plan.n_slots, n_shards, *columns), torch.bfloat16)
-        index = ngrams = drafter_pages = None
+        index = ngrams = None
         if shape.index is not None:
             size = shape.n_kv_layers, shape.index.page_rows, shape.index.dim
             index = allocate("index pages", (plan.n_pages + 1, n_shards, *size), torch.bfloat16)
         if shape.ngrams is not None:  # of all shards, which have the same
             n_rows = shape.ngrams.window + NGRAM_RING
             ngrams = allocate("n-gram columns", (plan.n_slots, n_rows, shape.stream_size), torch.bfloat16)
-        if plan.drafter is not None:
-            of_drafter = plan.drafter.n_layers, 2, plan.drafter.n_kv_heads, PAGE_SIZE, plan.drafter.head_dim
-            drafter_pages = allocate("drafter pages", (plan.n_pages + 1, *of_drafter), torch.bfloat16)
         self.memory = [
             GpuMemory(pages[:, i], states[:, i], inputs[:, i], None if index is None else index[:, i], ngrams)
             for i in range(n_shards)
@@ -182,7 +179,7 @@ class GpuTextRunner(GpuRunner):
             plan,
             w,
             batch_slots,
-            [part for part in (pages, index, drafter_pages) if part is not None],
+            [pages] if index is None else [pages, index],
             [states, inputs] if ngrams is None else [states, inputs, ngrams],
             ResultBuffers(w.out, n),
             has_head=w.guesses is not None,
@@ -191,9 +188,10 @@ class GpuTextRunner(GpuRunner):
         if w.guesses is not None:
             self.draft_head = DraftHead(self.model, w, w.guesses, self.memory[0], plan, recordings=self.recordings)
         self.block_drafter: GpuBlockDrafter | None = None
-        if plan.drafter is not None and drafter is not None and w.blocks is not None and drafter_pages is not None:
+        if plan.drafter is not None and drafter is not None and w.blocks is not None:
             own = DFlashGpu(plan.drafter, drafter, self.model)
-            self.block_drafter = GpuBlockDrafter(own, w, w.blocks, drafter_pages, plan, recordings=self.recordings)
+            self.block_drafter = GpuBlockDrafter(own, w, w.blocks, allocate, plan, recordings=self.recordings)
+            self._pages.append(self.block_drafter.pages)
         if w.adapters is not None:
             self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
