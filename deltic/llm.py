@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from operator import index as as_index
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +44,7 @@ from deltic.server.api.decisions import DecisionAnswer, DecisionQuestion, Decisi
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.constraint import Constrainer
-from deltic.server.chat.decisions import AskedIds, AskedPrompt, Label, QuestionScores, asked_prompt, probabilities
+from deltic.server.chat.decisions import AskedPrompt, QuestionScores, asked_prompt, continuations_asked, probabilities
 from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
@@ -630,47 +629,8 @@ def stacked(completions: Sequence[Completion]) -> NDArray[np.float32]:
 
 def prepare_scores(llm: LLM, prompts: Any, continuations: Any, **options: object) -> tuple[CallScores, PreparedCall]:
     """Prepares a call of `LLM.score`. Raises ValueError."""
-    wanted = _texts_or_ids("continuations", continuations)
-    asked, places, n_questions = [], [], 0
-    for prompt in [prompts] if isinstance(prompts, str) else _texts_or_ids("prompts", prompts):
-        cuts: dict[int, tuple[int, list[Label]]] = {}  # by the tokens of the prompt before them
-        own, at = llm.tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt, []
-        for each in wanted:
-            whole, n = _whole(llm.tokenizer, prompt, own, each)
-            question, labels = cuts.setdefault(n, (n_questions + len(cuts), []))
-            at.append((question, len(labels)))
-            labels.append(tuple(whole[n:]))
-        if not all(n and all(labels) for n, (_, labels) in cuts.items()) or not cuts:
-            raise ValueError("a prompt and its continuations need a token each, and at least one continuation")
-        questions = [AskedIds(own[min(cuts) : n], labels) for n, (_, labels) in cuts.items()]
-        asked.append(AskedPrompt(own[: min(cuts)], questions))
-        places.append(at)
-        n_questions += len(questions)
+    asked, places = continuations_asked(llm.tokenizer, prompts, continuations)
     return llm.prepare_asked(asked, options, places)
-
-
-def _texts_or_ids(name: str, given: Any) -> list[str | list[int]]:
-    """An argument that is a list of texts, or of lists of token ids. Raises ValueError."""
-    try:
-        if not isinstance(given, str):
-            return [each if isinstance(each, str) else [*map(as_index, each)] for each in given]
-    except TypeError:
-        pass
-    raise ValueError(f"{name}: takes a list of texts, or of lists of token ids. Put brackets around a single one.")
-
-
-def _whole(tokenizer: Tokenizer, prompt: Any, own: list[int], more: Any) -> tuple[list[int], int]:
-    """The ids of a prompt and a continuation, both texts or ids, and how many stand before the continuation.
-    own: the prompt's ids. Raises ValueError.
-    """
-    if isinstance(prompt, str) != isinstance(more, str):
-        raise ValueError("prompts and continuations are both texts, or both token ids")
-    if isinstance(prompt, str):
-        whole = tokenizer.encode(prompt + more, "parse")
-        if n := _n_alike(own, whole):
-            return whole, n
-        more = tokenizer.encode(more, "parse")
-    return [*own, *more], len(own)
 
 
 def prepare_decisions(
@@ -702,11 +662,6 @@ def prepare_decisions(
 def decided(questions: Sequence[DecisionQuestion], scores: Sequence[ContinuationScores]) -> list[DecisionAnswer]:
     """The answers to questions, of the scores of their labels."""
     return [answer_of(question, each.probabilities) for question, each in zip(questions, scores, strict=True)]
-
-
-def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of ids with which both begin."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

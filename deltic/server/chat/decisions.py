@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from itertools import islice, product
+from operator import index as as_index
 from string import ascii_uppercase
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -141,6 +142,61 @@ def _ids_behind(tokenizer: Tokenizer, text: str, ids: list[int], label: str) -> 
     """The ids of a label behind a text; none where those of the text would be others."""
     whole = tokenizer.encode(text + label, "trusted")
     return tuple(whole[len(ids) :]) if whole[: len(ids)] == ids else ()
+
+
+def continuations_asked(
+    tokenizer: Tokenizer, prompts: Any, continuations: Any
+) -> tuple[list[AskedPrompt], list[list[tuple[int, int]]]]:
+    """Continuations of each prompt as labels: those that begin at the same token are a question's. Both are
+    texts, or lists of token ids. Beside them the place of each prompt's continuations: the number of a
+    question, and of one of its labels. Raises ValueError.
+    """
+    wanted = _texts_or_ids("continuations", continuations)
+    asked, places, n_questions = [], [], 0
+    for prompt in [prompts] if isinstance(prompts, str) else _texts_or_ids("prompts", prompts):
+        cuts: dict[int, tuple[int, list[Label]]] = {}  # by the tokens of the prompt before them
+        own, at = tokenizer.encode(prompt, "parse") if isinstance(prompt, str) else prompt, []
+        for each in wanted:
+            whole, n = _whole(tokenizer, prompt, own, each)
+            question, labels = cuts.setdefault(n, (n_questions + len(cuts), []))
+            at.append((question, len(labels)))
+            labels.append(tuple(whole[n:]))
+        if not all(n and all(labels) for n, (_, labels) in cuts.items()) or not cuts:
+            raise ValueError("a prompt and its continuations need a token each, and at least one continuation")
+        questions = [AskedIds(own[min(cuts) : n], labels) for n, (_, labels) in cuts.items()]
+        asked.append(AskedPrompt(own[: min(cuts)], questions))
+        places.append(at)
+        n_questions += len(questions)
+    return asked, places
+
+
+def _texts_or_ids(name: str, given: Any) -> list[str | list[int]]:
+    """An argument that is a list of texts, or of lists of token ids. Raises ValueError."""
+    try:
+        if not isinstance(given, str):
+            return [each if isinstance(each, str) else [*map(as_index, each)] for each in given]
+    except TypeError:
+        pass
+    raise ValueError(f"{name}: takes a list of texts, or of lists of token ids. Put brackets around a single one.")
+
+
+def _whole(tokenizer: Tokenizer, prompt: Any, own: list[int], more: Any) -> tuple[list[int], int]:
+    """The ids of a prompt and a continuation, both texts or ids, and how many stand before the continuation.
+    own: the prompt's ids. Raises ValueError.
+    """
+    if isinstance(prompt, str) != isinstance(more, str):
+        raise ValueError("prompts and continuations are both texts, or both token ids")
+    if isinstance(prompt, str):
+        whole = tokenizer.encode(prompt + more, "parse")
+        if n := _n_alike(own, whole):
+            return whole, n
+        more = tokenizer.encode(more, "parse")
+    return [*own, *more], len(own)
+
+
+def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of ids with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class QuestionScores:
