@@ -152,8 +152,8 @@ COMPONENTS = closed(DOCUMENT["components"])
 
 
 @cache
-def validator(path: str, kind: str) -> jsonschema_rs.Draft202012Validator:
-    content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+def validator(path: str, kind: str, method: str = "post") -> jsonschema_rs.Draft202012Validator:
+    content = DOCUMENT["paths"][path][method]["responses"]["200"]["content"]
     return jsonschema_rs.Draft202012Validator(content[kind]["schema"] | {"components": COMPONENTS})
 
 
@@ -161,6 +161,16 @@ def validator(path: str, kind: str) -> jsonschema_rs.Draft202012Validator:
 def test_answers_are_as_it_says(name: str) -> None:
     """All that every API sends in each conversation of tests/wire.py: whole, and each event or line; no field is without a place."""
     asyncio.run(check_answers(wire.SAID[name]))
+
+
+def test_what_the_server_tells_of_itself_is_as_it_says(live: str) -> None:
+    """No field is without a place."""
+    read = [r for r in ROUTES if r.method == "GET" and r.answer is not None and "{" not in r.path]
+    replies = {route.path: httpx.get(live + route.path) for route in read}
+    told = {path: reply for path, reply in replies.items() if reply.status_code == 200}
+    assert len(told) >= 10
+    for path, reply in told.items():
+        validator(path, "application/json", "get").validate(reply.json())
 
 
 async def check_answers(said: wire.Said) -> None:
