@@ -121,17 +121,41 @@ def only(fields: Mapping[str, object], name: str, allowed: tuple[object, ...]) -
         raise UnsupportedModelError(name, value, " or ".join(repr(a) for a in allowed if a is not None))
 
 
-def refuse_limits(limits: Iterable[tuple[str, object, bool, str]], prefix: str = "") -> None:
-    """Raises UnsupportedModelError for the first limit that does not hold: of each its field, what was found,
-    whether it holds, and what is supported. prefix: of the fields.
-    """
+Limit = tuple[str, object, bool, str]
+"""A field, what was found, whether that can be run, and what is supported."""
+
+
+def multiple(field: str, n: int, unit: int, most: int | None = None) -> Limit:
+    """Makes the limit of a multiple of a unit, at most so large."""
+    bound = "" if most is None else f", at most {most}"
+    return field, n, n % unit == 0 and (most is None or n <= most), f"a multiple of {unit}{bound}"
+
+
+def at_most(field: str, n: int, most: int) -> Limit:
+    """Makes the limit of a size that is at most so large."""
+    return field, n, n <= most, f"at most {most}"
+
+
+def within(field: str, n: int, least: int, most: int) -> Limit:
+    """Makes the limit of a size between two others."""
+    return field, n, least <= n <= most, f"{least} to {most}"
+
+
+def one_of(field: str, n: int, *known: int) -> Limit:
+    """Makes the limit of a size of which kernels have these."""
+    return field, n, n in known, f"{', '.join(map(str, known[:-1]))} or {known[-1]}"
+
+
+def refuse_limits(limits: Iterable[Limit], prefix: str = "") -> None:
+    """Raises UnsupportedModelError for the first limit that does not hold. prefix: of the fields."""
     for field, found, holds, supported in limits:
         if not holds:
             raise UnsupportedModelError(prefix + field, found, supported)
 
 
-def json_table(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
-    value = fields.get(name)
+def json_table(fields: Mapping[str, object], name: str, *, may_lack: bool = False) -> Mapping[str, object]:
+    """Reads an object. may_lack: {} where it is absent or empty. Raises UnsupportedModelError."""
+    value = fields.get(name) or ({} if may_lack else None)
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(name, value, "an object")
     return value

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltic.models.fields import refuse_limits
+from deltic.models.fields import Limit, at_most, multiple, refuse_limits
 from deltic.models.loading import Mlp, transposed
 from deltic.models.qwen.ngram_table import ngram_row_ids
 from deltic.models.qwen.shape import ModelShape
@@ -210,32 +210,17 @@ def check_kernels(shape: ModelShape) -> None:
     Called before anything is loaded.
     """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
-    limits: tuple[tuple[str, object, bool, str], ...] = (
-        (
-            "head_dim",
-            shape.head_dim,
-            shape.head_dim % 32 == 0 and shape.head_dim <= MAX_HEAD_DIM,
-            f"a multiple of 32, at most {MAX_HEAD_DIM}",
-        ),
-        ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 32 == 0, "a multiple of 32"),
-        ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
-        (
-            "linear_key_head_dim",
-            shape.gdn_k_dim,
-            shape.gdn_k_dim % 16 == 0 and shape.gdn_k_dim <= MAX_GDN_DIM,
-            f"a multiple of 16, at most {MAX_GDN_DIM}",
-        ),
-        (
-            "linear_value_head_dim",
-            shape.gdn_v_dim,
-            shape.gdn_v_dim % 16 == 0 and shape.gdn_v_dim <= MAX_GDN_DIM,
-            f"a multiple of 16, at most {MAX_GDN_DIM}",
-        ),
+    limits: tuple[Limit, ...] = (
+        multiple("head_dim", shape.head_dim, 32, MAX_HEAD_DIM),
+        multiple("partial_rotary_factor * head_dim", shape.rotary_dim, 32),
+        at_most("num_attention_heads / num_key_value_heads", group, MAX_GROUP),
+        multiple("linear_key_head_dim", shape.gdn_k_dim, 16, MAX_GDN_DIM),
+        multiple("linear_value_head_dim", shape.gdn_v_dim, 16, MAX_GDN_DIM),
     )
     if (index := shape.index) is not None:
         limits += (
             ("indexer_compress_ratio", index.ratio, index.ratio == GROUP, str(GROUP)),
-            ("indexer_head_dim", index.dim, index.dim <= MAX_HEAD_DIM, f"at most {MAX_HEAD_DIM}"),
+            at_most("indexer_head_dim", index.dim, MAX_HEAD_DIM),
         )
     if (ngrams := shape.ngrams) is not None:
         limits += (

@@ -16,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deltic.models.fields import UnsupportedModelError, json_table, positive_int, refuse_limits
+from deltic.models.fields import (
+    UnsupportedModelError,
+    at_most,
+    json_table,
+    multiple,
+    positive_int,
+    refuse_limits,
+    within,
+)
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -84,10 +92,10 @@ def read_ngrams(text: Mapping[str, object], eos_ids: Sequence[int], linear_layer
     width = positive_int(text, "ple_embed_dim", positive_int(text, "hidden_size"))
     n_heads = (size - 1) * per_ngram
     limits = (
-        ("ngram_size", size, 2 <= size <= MAX_NGRAM, f"2 to {MAX_NGRAM}"),
-        ("heads_per_ngram", per_ngram, per_ngram <= MAX_HEADS, f"at most {MAX_HEADS}"),
+        within("ngram_size", size, 2, MAX_NGRAM),
+        at_most("heads_per_ngram", per_ngram, MAX_HEADS),
         ("ple_embed_dim", width, width % max(1, n_heads) == 0, f"a multiple of {n_heads} heads"),
-        ("ple_embed_dim", width, width % 32 == 0, "a multiple of 32"),
+        multiple("ple_embed_dim", width, 32),
     )
     refuse_limits(limits)
     made = _given(text, size, n_heads) if "ngram_hash" in text else _derived(text, size, n_heads)

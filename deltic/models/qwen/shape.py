@@ -20,11 +20,15 @@ from deltic.models.fields import (
     CheckpointError,
     OtherModelError,
     UnsupportedModelError,
+    at_most,
+    multiple,
+    only,
     positive_float,
     positive_int,
     read_flag,
     read_json,
     refuse_limits,
+    within,
 )
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document, naming
@@ -449,7 +453,7 @@ def _family(config: Mapping[str, object]) -> str:
 
 def _refuse_variants(family: str, text: Mapping[str, object]) -> None:
     """Fields that may be absent, but that change the mathematics when they hold anything else."""
-    only: dict[str, tuple[object, ...]] = {
+    known: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu", "swish"),
         "output_gate_type": ("silu", "swish", *(("sigmoid",) if family == "qwen4_exp" else ())),
         "attn_output_gate": (True,),
@@ -458,16 +462,13 @@ def _refuse_variants(family: str, text: Mapping[str, object]) -> None:
         "mlp_only_layers": ([],),
         "linear_conv_kernel_dim": (4,),
     }
-    for field, allowed in only.items():
-        value = text.get(field)
-        if value is not None and value not in allowed:
-            raise UnsupportedModelError(field, value, " or ".join(repr(a) for a in allowed))
+    for field, allowed in known.items():
+        only(text, field, (None, *allowed))
 
 
 def _layer_types(family: str, text: Mapping[str, object]) -> tuple[str, ...]:
     n_layers = positive_int(text, "num_hidden_layers")
-    if n_layers > MAX_LAYERS:
-        raise UnsupportedModelError("num_hidden_layers", n_layers, f"at most {MAX_LAYERS}")
+    refuse_limits([at_most("num_hidden_layers", n_layers, MAX_LAYERS)])
     types = text.get("layer_types")
     if types is None:
         interval = positive_int(text, "full_attention_interval", 4)
@@ -559,8 +560,8 @@ def _feed_forward(family: str, text: Mapping[str, object]) -> dict[str, Any]:
         return {"intermediate_size": positive_int(text, "intermediate_size")}
     n_experts = positive_int(text, "num_experts")
     n_used = positive_int(text, "num_experts_per_tok")
-    if n_used > n_experts:
-        raise UnsupportedModelError("num_experts_per_tok", n_used, f"at most num_experts = {n_experts}")
+    fits = n_used <= n_experts
+    refuse_limits([("num_experts_per_tok", n_used, fits, f"at most num_experts = {n_experts}")])
     return {
         "n_experts": n_experts,
         "n_experts_per_tok": n_used,
@@ -577,10 +578,10 @@ def _flash_next(text: Mapping[str, object]) -> dict[str, Any]:
     names = ("indexer_n_heads", "indexer_head_dim", "indexer_compress_ratio", "indexer_budget")
     index = IndexHeads(*(positive_int(text, name) for name in names))
     limits = [
-        ("hc_count", n_streams, 2 <= n_streams <= MAX_STREAMS, f"2 to {MAX_STREAMS}"),
+        within("hc_count", n_streams, 2, MAX_STREAMS),
         ("indexer_kv_heads", text.get("indexer_kv_heads"), text.get("indexer_kv_heads") == 1, "1"),
         ("indexer_compress_ratio", index.ratio, PAGE_SIZE % index.ratio == 0, f"a divisor of {PAGE_SIZE}"),
-        ("indexer_budget", index.budget, index.budget % index.ratio == 0, f"a multiple of {index.ratio}"),
+        multiple("indexer_budget", index.budget, index.ratio),
     ]
     refuse_limits(limits)
     linear = [i for i, kind in enumerate(_layer_types("qwen4_exp", text)) if kind == LINEAR_ATTENTION]
@@ -626,25 +627,26 @@ def _check_geometry(shape: ModelShape) -> None:
         ("num_attention_heads * head_dim", shape.n_q_heads * shape.head_dim),
         ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size),
     )
-    refuse_limits((name, width, width % 32 == 0, "a multiple of 32") for name, width in widths)
+    refuse_limits(multiple(name, width, 32) for name, width in widths)
     if shape.index is not None:
         fits = shape.index.dim % 32 == 0 and shape.index.dim >= shape.rotary_dim
         supported = f"a multiple of 32, at least the {shape.rotary_dim} that rotate"
-        refuse_limits([("indexer_head_dim", shape.index.dim, fits, supported)])
-        refuse_limits([("hc_lowrank", shape.stream_rank, shape.stream_rank % 32 == 0, "a multiple of 32")])
-    if shape.n_q_heads % shape.n_kv_heads:
-        supported = f"a multiple of num_key_value_heads = {shape.n_kv_heads}"
-        raise UnsupportedModelError("num_attention_heads", shape.n_q_heads, supported)
-    if shape.gdn_n_v_heads % shape.gdn_n_k_heads:
-        supported = f"a multiple of linear_num_key_heads = {shape.gdn_n_k_heads}"
-        raise UnsupportedModelError("linear_num_value_heads", shape.gdn_n_v_heads, supported)
-    if shape.rotary_dim < 2 or shape.rotary_dim % 2 or shape.rotary_dim > shape.head_dim:
-        supported = f"one that makes an even number of rotary dims, 2 to head_dim = {shape.head_dim}"
-        raise UnsupportedModelError("partial_rotary_factor", shape.rotary_dim / shape.head_dim, supported)
-    if shape.tiled_value_heads and shape.gdn_n_v_heads == shape.gdn_n_k_heads:
-        raise UnsupportedModelError("tiled_value_heads", True, "false where there are as many key heads")
-    if any(i >= shape.vocab_size for i in shape.eos_token_ids):
-        raise UnsupportedModelError("eos_token_id", shape.eos_token_ids, f"ids below {shape.vocab_size}")
+        limits = [("indexer_head_dim", shape.index.dim, fits, supported), multiple("hc_lowrank", shape.stream_rank, 32)]
+        refuse_limits(limits)
+    n_q, n_kv, n_v, n_k = shape.n_q_heads, shape.n_kv_heads, shape.gdn_n_v_heads, shape.gdn_n_k_heads
+    rotary, dim = shape.rotary_dim, shape.head_dim
+    rotates = 2 <= rotary <= dim and rotary % 2 == 0
+    even = f"one that makes an even number of rotary dims, 2 to head_dim = {dim}"
+    is_tiled, ends = shape.tiled_value_heads, shape.eos_token_ids
+    known = all(i < shape.vocab_size for i in ends)
+    limits = [
+        ("num_attention_heads", n_q, n_q % n_kv == 0, f"a multiple of num_key_value_heads = {n_kv}"),
+        ("linear_num_value_heads", n_v, n_v % n_k == 0, f"a multiple of linear_num_key_heads = {n_k}"),
+        ("partial_rotary_factor", rotary / dim, rotates, even),
+        ("tiled_value_heads", is_tiled, not is_tiled or n_v != n_k, "false where there are as many key heads"),
+        ("eos_token_id", ends, known, f"ids below {shape.vocab_size}"),
+    ]
+    refuse_limits(limits)
 
 
 def _published(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.fields import CheckpointError, refuse_limits
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.stored import StoredTensor
 from deltic.ops.arrays import Array
@@ -119,13 +119,13 @@ class Cuts:
             return share(size, part, n, unit)
 
         kv = shape.n_kv_heads
-        for name, heads, fits in (
-            ("linear_num_key_heads", shape.gdn_n_k_heads, shape.gdn_n_k_heads % n == 0),
-            ("num_attention_heads", shape.n_q_heads, shape.n_q_heads % n == 0),
-            ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0),
-        ):
-            if not fits:
-                raise UnsupportedModelError(name, heads, f"a multiple of {n}, to be cut for {n} GPUs")
+        supported = f"a multiple of {n}, to be cut for {n} GPUs"
+        limits = (
+            ("linear_num_key_heads", shape.gdn_n_k_heads, shape.gdn_n_k_heads % n == 0, supported),
+            ("num_attention_heads", shape.n_q_heads, shape.n_q_heads % n == 0, supported),
+            ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0, supported),
+        )
+        refuse_limits(limits)
         self.keys: Runs = (run(shape.gdn_n_k_heads),)
         ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
         if shape.tiled_value_heads:

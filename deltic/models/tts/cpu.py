@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import multiple, refuse_limits
 from deltic.models.qwen.cpu import Linears
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.shape import DecoderShape, SpeechShape
@@ -111,16 +111,16 @@ class SpeechActivations:
 
 def check_speech_kernels(shape: SpeechShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
-    widths = [("text_hidden_size", shape.text_hidden_size)]
+    refuse_limits([multiple("text_hidden_size", shape.text_hidden_size, 32)])
     for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
-        widths += [(f"{prefix}hidden_size", d.hidden_size), (f"{prefix}intermediate_size", d.intermediate_size)]
-        if d.head_dim % 32 or d.head_dim > MAX_HEAD_DIM:
-            raise UnsupportedModelError(f"{prefix}head_dim", d.head_dim, f"a multiple of 32, at most {MAX_HEAD_DIM}")
-        if d.n_q_heads // d.n_kv_heads > MAX_GROUP:
-            raise UnsupportedModelError(f"{prefix}num_attention_heads", d.n_q_heads, f"at most {MAX_GROUP} a key head")
-    for name, width in widths:
-        if width % 32:
-            raise UnsupportedModelError(name, width, "a multiple of 32")
+        fits = d.n_q_heads // d.n_kv_heads <= MAX_GROUP
+        limits = (
+            multiple("head_dim", d.head_dim, 32, MAX_HEAD_DIM),
+            ("num_attention_heads", d.n_q_heads, fits, f"at most {MAX_GROUP} a key head"),
+            multiple("hidden_size", d.hidden_size, 32),
+            multiple("intermediate_size", d.intermediate_size, 32),
+        )
+        refuse_limits(limits, prefix)
 
 
 def allocate_speech(

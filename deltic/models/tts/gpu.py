@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.models.fields import UnsupportedModelError, refuse_limits
+from deltic.models.fields import at_most, multiple, one_of, refuse_limits
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
@@ -105,14 +105,13 @@ def check_speech_gpu(shape: SpeechShape) -> None:
     """Raises UnsupportedModelError for a geometry that the GPU's kernels cannot run."""
     for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
         limits = (
-            ("hidden_size", d.hidden_size, d.hidden_size % 64 == 0, "a multiple of 64"),
-            ("intermediate_size", d.intermediate_size, d.intermediate_size % 32 == 0, "a multiple of 32"),
-            ("head_dim", d.head_dim, d.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
+            multiple("hidden_size", d.hidden_size, 64),
+            multiple("intermediate_size", d.intermediate_size, 32),
+            one_of("head_dim", d.head_dim, 32, 64, 128, 256),
             ("num_attention_heads", d.n_q_heads // d.n_kv_heads, d.n_q_heads // d.n_kv_heads <= 16, "16 a key head"),
         )
         refuse_limits(limits, prefix)
-    if shape.n_codebook > MAX_CODES:
-        raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")
+    refuse_limits([at_most("code_predictor_config.vocab_size", shape.n_codebook, MAX_CODES)])
 
 
 def _layer_buffers(name: str, d: DecoderShape, n: int, allocate: Allocate) -> LayerBuffers:

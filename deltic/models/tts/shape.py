@@ -17,13 +17,16 @@ from typing import Any
 
 from deltic.models.fields import (
     MAX_LAYERS,
+    Limit,
     UnsupportedModelError,
+    at_most,
     json_table,
     only,
     positive_float,
     positive_int,
     read_flag,
     read_json,
+    refuse_limits,
 )
 from deltic.models.gguf_config import naming
 from deltic.models.qwen.shape import BF16_BYTES
@@ -214,9 +217,8 @@ class SpeechShape:
         only(talker, "num_code_groups", (N_CODES,))
         only(predictor, "num_code_groups", (None, N_CODES))
         languages = _ids(talker, "codec_language_id")
-        dialect_of = {
-            name: dialect for name, dialect in _table(talker, "spk_is_dialect").items() if isinstance(dialect, str)
-        }
+        spoken = json_table(talker, "spk_is_dialect", may_lack=True)
+        dialect_of = {name: dialect for name, dialect in spoken.items() if isinstance(dialect, str)}
         names = {name for name in languages if name.endswith("_dialect")} | set(dialect_of.values())
         for speaker, dialect in dialect_of.items():
             if dialect not in languages:
@@ -325,13 +327,8 @@ def _id(fields: Mapping[str, object], name: str) -> int:
     return value
 
 
-def _table(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Returns what json_table does, or {} for a table that is absent."""
-    return json_table(fields, name) if fields.get(name) else {}
-
-
 def _ids(fields: Mapping[str, object], name: str) -> dict[str, int]:
-    table = _table(fields, name)
+    table = json_table(fields, name, may_lack=True)
     return {str(key): _id(table, key) for key in table}
 
 
@@ -341,9 +338,8 @@ def _decoder(fields: Mapping[str, object]) -> DecoderShape:
     if read_flag(fields, "use_sliding_window"):
         raise UnsupportedModelError("use_sliding_window", True, "false")
     # The three position rows of the talker's rope are equal, so its interleaved sections are plain rotation.
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise UnsupportedModelError("rope_scaling", rope, "an object")
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = json_table(fields, name, may_lack=True)
     only({"rope_type": rope.get("rope_type", rope.get("type"))}, "rope_type", (None, "default", "mrope"))
     theta = fields if fields.get("rope_theta") is not None else rope
     shape = DecoderShape(
@@ -357,11 +353,15 @@ def _decoder(fields: Mapping[str, object]) -> DecoderShape:
         rms_norm_eps=positive_float(fields, "rms_norm_eps", 1e-6),
         rope_theta=positive_float(theta, "rope_theta"),
     )
-    if shape.n_layers > MAX_LAYERS:
-        raise UnsupportedModelError("num_hidden_layers", shape.n_layers, f"at most {MAX_LAYERS}")
-    if shape.n_q_heads % shape.n_kv_heads:
-        supported = f"a multiple of num_key_value_heads = {shape.n_kv_heads}"
-        raise UnsupportedModelError("num_attention_heads", shape.n_q_heads, supported)
+    is_shared, supported = (
+        shape.n_q_heads % shape.n_kv_heads == 0,
+        f"a multiple of num_key_value_heads = {shape.n_kv_heads}",
+    )
+    limits = (
+        at_most("num_hidden_layers", shape.n_layers, MAX_LAYERS),
+        ("num_attention_heads", shape.n_q_heads, is_shared, supported),
+    )
+    refuse_limits(limits)
     return shape
 
 
@@ -383,28 +383,22 @@ def _sampling(generation: Mapping[str, object]) -> SpeechSampling:
 
 def _check(shape: SpeechShape) -> None:
     vocab, codes = shape.talker.vocab_size, shape.n_codebook
-    if vocab != codes + N_CONTROL:
-        supported = f"the predictor's {codes} and {N_CONTROL} control ids"
-        raise UnsupportedModelError("vocab_size", vocab, supported)
-    if codec_side(vocab) > SPEAKER:
-        raise UnsupportedModelError("vocab_size", vocab, f"at most {SPEAKER - 1}")
-    if shape.vocoder.codebook_size != codes:
-        raise UnsupportedModelError("codebook_size", shape.vocoder.codebook_size, f"the predictor's {codes}")
-    if shape.n_prompt_ids >= 2**31:
-        raise UnsupportedModelError("text_vocab_size", shape.text_vocab_size, f"at most {2**31 // N_SIDE - 2}")
-    ids = shape.ids
+    n_texts, n_found, ids = shape.text_vocab_size, shape.vocoder.codebook_size, shape.ids
+    limits: list[Limit] = [
+        ("vocab_size", vocab, vocab == codes + N_CONTROL, f"the predictor's {codes} and {N_CONTROL} control ids"),
+        ("vocab_size", vocab, codec_side(vocab) <= SPEAKER, f"at most {SPEAKER - 1}"),
+        ("codebook_size", n_found, n_found == codes, f"the predictor's {codes}"),
+        ("text_vocab_size", n_texts, shape.n_prompt_ids < 2**31, f"at most {2**31 // N_SIDE - 2}"),
+    ]
     for name, key in _TEXT_IDS.items():
-        if getattr(ids, name) >= shape.text_vocab_size:
-            raise UnsupportedModelError(key, getattr(ids, name), f"an id below {shape.text_vocab_size}")
+        limits.append((key, i := getattr(ids, name), i < n_texts, f"an id below {n_texts}"))
     for name, key in _CODEC_IDS.items():
-        if not codes <= getattr(ids, name) < vocab:
-            raise UnsupportedModelError(key, getattr(ids, name), f"an id from {codes} to {vocab - 1}")
+        limits.append((key, i := getattr(ids, name), codes <= i < vocab, f"an id from {codes} to {vocab - 1}"))
     for key, table in (("codec_language_id", {**shape.languages, **shape.dialects}), ("spk_id", shape.speakers)):
-        for name, i in table.items():
-            if i >= vocab:
-                raise UnsupportedModelError(f"{key}.{name}", i, f"an id below {vocab}")
-    if shape.variant == "custom_voice" and not shape.speakers:
-        raise UnsupportedModelError("spk_id", {}, "the speakers of a custom_voice model")
+        limits += [(f"{key}.{name}", i, i < vocab, f"an id below {vocab}") for name, i in table.items()]
+    has_speakers = shape.variant != "custom_voice" or bool(shape.speakers)
+    limits.append(("spk_id", {}, has_speakers, "the speakers of a custom_voice model"))
+    refuse_limits(limits)
 
 
 _LANGUAGES = {

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltic.models.fields import refuse_limits
+from deltic.models.fields import multiple, refuse_limits
 from deltic.models.rotary import rotary_tables
 from deltic.models.vision.pixels import Patches
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
@@ -56,17 +56,11 @@ def check_vision_kernels(shape: VisionShape) -> None:
 
     Called before anything is loaded.
     """
-    dim = shape.head_dim
     limits = (
-        ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
-        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 16 == 0, "a multiple of 16"),
-        ("out_hidden_size", shape.out_hidden_size, shape.out_hidden_size % 16 == 0, "a multiple of 16"),
-        (
-            "hidden_size / num_heads",
-            dim,
-            dim % 8 == 0 and dim <= MAX_VISION_DIM,
-            f"a multiple of 8, at most {MAX_VISION_DIM}",
-        ),
+        multiple("hidden_size", shape.hidden_size, 32),
+        multiple("intermediate_size", shape.intermediate_size, 16),
+        multiple("out_hidden_size", shape.out_hidden_size, 16),
+        multiple("hidden_size / num_heads", shape.head_dim, 8, MAX_VISION_DIM),
     )
     refuse_limits(limits, "vision_config.")
 

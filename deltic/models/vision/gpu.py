@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.models.fields import refuse_limits
+from deltic.models.fields import multiple, refuse_limits
 from deltic.models.rotary import rotary_tables
 from deltic.models.vision.pixels import PictureRules, level_table
 from deltic.models.vision.shape import BLOCK, CHANNELS, FRAMES_A_PATCH, LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
@@ -49,7 +49,7 @@ def check_vision_gpu(shape: VisionShape) -> None:
     """
     dim = shape.head_dim
     limits = (
-        ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
+        multiple("hidden_size", shape.hidden_size, 32),
         (
             "hidden_size / num_heads",
             dim,

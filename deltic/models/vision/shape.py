@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, json_table, only, positive_float, positive_int
+from deltic.models.fields import MAX_LAYERS, at_most, json_table, only, positive_float, positive_int, refuse_limits
 from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
 
 if TYPE_CHECKING:
@@ -58,19 +58,16 @@ class VisionShape:
             ("deepstack_visual_indexes", [], ([], ())),
         ):
             only({name: default, **fields}, name, (None, *supported))
-        rope = fields.get("rope_parameters") or {}
-        if not isinstance(rope, Mapping):
-            raise UnsupportedModelError("rope_parameters", rope, "an object")
+        rope = json_table(fields, "rope_parameters", may_lack=True)
         only(rope, "rope_type", (None, "axial"))
         hidden, n_heads = positive_int(fields, "hidden_size"), positive_int(fields, "num_heads")
-        if hidden % n_heads:
-            raise UnsupportedModelError("num_heads", n_heads, f"a divisor of hidden_size {hidden}")
-        depth = positive_int(fields, "depth")
-        if depth > MAX_LAYERS:
-            raise UnsupportedModelError("depth", depth, f"at most {MAX_LAYERS}")
-        n_places = positive_int(fields, "num_position_embeddings")
-        if math.isqrt(n_places) ** 2 != n_places:
-            raise UnsupportedModelError("num_position_embeddings", n_places, "a square")
+        depth, n_places = positive_int(fields, "depth"), positive_int(fields, "num_position_embeddings")
+        limits = (
+            ("num_heads", n_heads, hidden % n_heads == 0, f"a divisor of hidden_size {hidden}"),
+            at_most("depth", depth, MAX_LAYERS),
+            ("num_position_embeddings", n_places, math.isqrt(n_places) ** 2 == n_places, "a square"),
+        )
+        refuse_limits(limits)
         return cls(
             depth=depth,
             hidden_size=hidden,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import multiple, refuse_limits, within
 from deltic.models.rotary import rotary_tables
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
@@ -62,18 +62,15 @@ HEADER = 16
 def check_vocoder(shape: VocoderShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
     limits = (
-        ("latent_dim", shape.latent_dim, 16, 1 << 16),
-        ("codebook_dim", shape.codebook_dim, 32, 1 << 16),
-        ("hidden_size", shape.hidden_size, 16, 1 << 16),
-        ("intermediate_size", shape.intermediate_size, 16, 1 << 16),
-        ("head_dim", shape.head_dim, 32, MAX_DIM),
-        ("decoder_dim", shape.decoder_dim, 16 << len(shape.upsample_rates), 1 << 16),
+        multiple("latent_dim", shape.latent_dim, 16, 1 << 16),
+        multiple("codebook_dim", shape.codebook_dim, 32, 1 << 16),
+        multiple("hidden_size", shape.hidden_size, 16, 1 << 16),
+        multiple("intermediate_size", shape.intermediate_size, 16, 1 << 16),
+        multiple("head_dim", shape.head_dim, 32, MAX_DIM),
+        multiple("decoder_dim", shape.decoder_dim, 16 << len(shape.upsample_rates), 1 << 16),
+        within("sliding_window", shape.sliding_window, 2, MAX_WINDOW),
     )
-    for field, found, multiple, most in limits:
-        if found % multiple or not 0 < found <= most:
-            raise UnsupportedModelError(field, found, f"a multiple of {multiple}, at most {most}")
-    if not 2 <= shape.sliding_window <= MAX_WINDOW:
-        raise UnsupportedModelError("sliding_window", shape.sliding_window, f"2 to {MAX_WINDOW}")
+    refuse_limits(limits)
 
 
 def _blocks(shape: VocoderShape) -> Iterator[tuple[int, int, int, int]]:

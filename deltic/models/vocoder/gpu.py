@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import at_most, multiple, one_of, refuse_limits, within
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
 from deltic.ops.arrays import Array, front
@@ -89,17 +89,15 @@ def state_words(shape: VocoderShape) -> int:
 
 def check_vocoder_gpu(shape: VocoderShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
-    halvings = 1 << len(shape.upsample_rates)
-    for name, found, holds, supported in (
-        ("latent_dim", shape.latent_dim, shape.latent_dim <= MAX_WIDTH, f"at most {MAX_WIDTH}"),
-        ("hidden_size", shape.hidden_size, shape.hidden_size <= MAX_WIDTH, f"at most {MAX_WIDTH}"),
-        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 8 == 0, "a multiple of 8"),
-        ("head_dim", shape.head_dim, shape.head_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
-        ("sliding_window", shape.sliding_window, 2 <= shape.sliding_window <= 256, "2 to 256"),
-        ("decoder_dim", shape.decoder_dim, shape.decoder_dim % halvings == 0, f"a multiple of {halvings}"),
-    ):
-        if not holds:
-            raise UnsupportedModelError(name, found, supported)
+    limits = (
+        at_most("latent_dim", shape.latent_dim, MAX_WIDTH),
+        at_most("hidden_size", shape.hidden_size, MAX_WIDTH),
+        multiple("intermediate_size", shape.intermediate_size, 8),
+        one_of("head_dim", shape.head_dim, 16, 32, 64, 128),
+        within("sliding_window", shape.sliding_window, 2, 256),
+        multiple("decoder_dim", shape.decoder_dim, 1 << len(shape.upsample_rates)),
+    )
+    refuse_limits(limits)
 
 
 def _aligned(n: int) -> int:

@@ -20,7 +20,7 @@ from deltic.engine.step import Progress
 from deltic.models.dflash.gpu import check_drafter_gpu
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.dflash.weights import DrafterWeights
-from deltic.models.fields import CheckpointError, UnsupportedModelError, refuse_limits
+from deltic.models.fields import CheckpointError, UnsupportedModelError, at_most, multiple, one_of, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
@@ -67,16 +67,6 @@ SPEECH_PAGES_BYTES = 8_000_000_000
 _nothing = partial(torch.empty, device="meta")
 
 
-def _multiple(field: str, n: int, unit: int) -> tuple[str, int, bool, str]:
-    """A limit of `refuse_limits`."""
-    return field, n, n % unit == 0, f"a multiple of {unit}"
-
-
-def _one_of(field: str, n: int, *known: int) -> tuple[str, int, bool, str]:
-    """A limit of `refuse_limits`."""
-    return field, n, n in known, f"{', '.join(map(str, known[:-1]))} or {known[-1]}"
-
-
 class OnGpu:
     """The kind of a language or a speech model on a GPU, as far as both are alike. levers: of its kernels."""
 
@@ -120,16 +110,16 @@ class TextOnGpu(OnGpu, TextKind):
     def check(self, shape: ModelShape) -> None:
         group = shape.n_q_heads // max(1, shape.n_kv_heads)
         limits = (
-            _one_of("hc_count", shape.n_streams, 1, 2, 4, 8),
-            _multiple("hidden_size", shape.hidden_size, 64),
-            _one_of("head_dim", shape.head_dim, 32, 64, 128, 256),
-            ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
-            _one_of("linear_key_head_dim", shape.gdn_k_dim, 16, 32, 64, 128),
-            _one_of("linear_value_head_dim", shape.gdn_v_dim, 16, 32, 64, 128),
-            _multiple("partial_rotary_factor * head_dim", shape.rotary_dim, 16),
-            _multiple("intermediate_size", shape.intermediate_size, 32),
-            _multiple("moe_intermediate_size", shape.moe_intermediate_size, 32),
-            _multiple("shared_expert_intermediate_size", shape.shared_intermediate_size, 32),
+            one_of("hc_count", shape.n_streams, 1, 2, 4, 8),
+            multiple("hidden_size", shape.hidden_size, 64),
+            one_of("head_dim", shape.head_dim, 32, 64, 128, 256),
+            at_most("num_attention_heads / num_key_value_heads", group, 16),
+            one_of("linear_key_head_dim", shape.gdn_k_dim, 16, 32, 64, 128),
+            one_of("linear_value_head_dim", shape.gdn_v_dim, 16, 32, 64, 128),
+            multiple("partial_rotary_factor * head_dim", shape.rotary_dim, 16),
+            multiple("intermediate_size", shape.intermediate_size, 32),
+            multiple("moe_intermediate_size", shape.moe_intermediate_size, 32),
+            multiple("shared_expert_intermediate_size", shape.shared_intermediate_size, 32),
             ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
         )
         if (ngrams := shape.ngrams) is not None:
@@ -141,8 +131,8 @@ class TextOnGpu(OnGpu, TextKind):
             )
         refuse_limits(limits)
         if shape.index is not None:
-            refuse_limits([_one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])
-            refuse_limits([_one_of("indexer_n_heads", shape.index.n_q, 1, 2, 4, 8, 16)])
+            refuse_limits([one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])
+            refuse_limits([one_of("indexer_n_heads", shape.index.n_q, 1, 2, 4, 8, 16)])
             if not shape.kv_format.is_plain:
                 raise UnsupportedModelError(
                     "--kv-cache-dtype", shape.kv_cache_dtype, "bf16, where an index chooses keys"
