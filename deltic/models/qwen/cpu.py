@@ -425,7 +425,7 @@ class Qwen:
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.gdn_weights = weights.gdn()
         self._max_len = max_len
-        self._on_disk = on_disk
+        self.on_disk = on_disk
         self.cos, self.sin = rotary_tables(
             shape.inv_freq(), max_len, shape.rope_attention_factor, n_beside=n_made_angles
         )
@@ -449,46 +449,8 @@ class Qwen:
 
         picture_rows: bfloat16 [N, H]: ids below 0 name them, from -1 on. adapters: where rows may have some.
         """
-        w, eps, n = self.weights, self.shape.rms_norm_eps, inputs.n_tokens
-        self.linears.adapters = a = adapters
-        self.linears.n_logit_rows = inputs.n_logit_rows
-        embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
-        if a is not None:
-            lora_embed(program, inputs.token_ids, act.target, a.entries("embed"), a.rows, a.scratch)
-        if act.streams is not None:
-            spread(program, self._streams(act, n), act.target)
-        i_gdn = i_attn = 0
-        for i, layer in enumerate(w.layers):
-            is_added = i == 0
-            if isinstance(layer, GdnLayer) and layer.ngrams is not None:
-                self._ngrams(program, i, layer.ngrams, inputs, memory, act, is_added=is_added)
-                is_added = True
-            self._enter(program, f"layers.{i}.input_norm", layer.input_norm, n, act, is_added=is_added)
-            if isinstance(layer, GdnLayer):
-                self._gdn(program, i, i_gdn, inputs, memory, act)
-                i_gdn += 1
-            else:
-                self._attention(program, f"layers.{i}.", layer, inputs, memory, i_attn, act)
-                i_attn += 1
-            self._enter(program, f"layers.{i}.post_norm", layer.post_norm, n, act)
-            self._feed_forward(program, f"layers.{i}.mlp.", layer.mlp, n, act)
-            if act.features is not None and i in self.shape.feature_layers:
-                first = self.shape.feature_layers.index(i) * self.shape.hidden_size
-                keep_features(program, act.residual, act.features, first, n)
-        if isinstance(w.norm, HyperConnection):
-            self._inject(program, n, act)
-            if act.hidden is not None and self.shape.has_draft_head:
-                round_rows(program, self._streams(act, inputs.n_hidden), act.hidden)
-            elif act.hidden is not None:
-                self._mix(program, "norm", w.norm, act.hidden, self._streams(act, inputs.n_hidden), act)
-            last = self._streams(act, inputs.n_logit_rows, inputs.logit_token)
-            round_rows(program, last, act.final_hidden)
-            self._mix(program, "norm", w.norm, act.final, last, act)
-        else:
-            if act.hidden is not None:
-                rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_hidden)
-            rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
-        self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
+        self.linears.adapters, self.linears.n_logit_rows = adapters, inputs.n_logit_rows
+        _Forward(self, program, inputs, memory, act).record(picture_rows)
 
     def gather(self, inputs: ForwardInputs, act: Activations) -> None:
         """Reads the rows of a step's n-grams from a table in blocks, before the recorded forward runs."""
@@ -516,188 +478,225 @@ class Qwen:
         The keys and values of a row are those of its token's place in the pages. What has no token there yet,
         a guess behind guesses, is overwritten when it has.
         """
-        head, eps = self.weights.draft_head, self.shape.rms_norm_eps
+        _Forward(self, program, inputs, memory, act).record_draft(buffers, keys_only)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward that is recorded: of these inputs, over this memory, in these buffers."""
+
+    model: Qwen
+    program: Program
+    inputs: RowInputs
+    memory: Memory
+    act: Activations
+
+    def record(self, picture_rows: Array | None) -> None:
+        """Does what `Qwen.record` does."""
+        program, act, w, shape = self.program, self.act, self.model.weights, self.model.shape
+        inputs, n, a = self._step, self.inputs.n_tokens, self.model.linears.adapters
+        embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
+        if a is not None:
+            lora_embed(program, inputs.token_ids, act.target, a.entries("embed"), a.rows, a.scratch)
+        if act.streams is not None:
+            spread(program, self._streams(), act.target)
+        i_gdn = i_attn = 0
+        for i, layer in enumerate(w.layers):
+            is_added = i == 0
+            if isinstance(layer, GdnLayer) and layer.ngrams is not None:
+                self._ngrams(i, layer.ngrams, is_added=is_added)
+                is_added = True
+            self._enter(f"layers.{i}.input_norm", layer.input_norm, is_added=is_added)
+            if isinstance(layer, GdnLayer):
+                self._gdn(i, i_gdn)
+                i_gdn += 1
+            else:
+                self._attention(f"layers.{i}.", layer, i_attn)
+                i_attn += 1
+            self._enter(f"layers.{i}.post_norm", layer.post_norm)
+            self._feed_forward(f"layers.{i}.mlp.", layer.mlp)
+            if act.features is not None and i in shape.feature_layers:
+                first = shape.feature_layers.index(i) * shape.hidden_size
+                keep_features(program, act.residual, act.features, first, n)
+        if isinstance(w.norm, HyperConnection):
+            inject(program, self._streams(), self._written())
+            if act.hidden is not None and shape.has_draft_head:
+                round_rows(program, self._streams(inputs.n_hidden), act.hidden)
+            elif act.hidden is not None:
+                self._mix("norm", w.norm, act.hidden, self._streams(inputs.n_hidden))
+            last = self._streams(inputs.n_logit_rows, inputs.logit_token)
+            round_rows(program, last, act.final_hidden)
+            self._mix("norm", w.norm, act.final, last)
+        else:
+            eps = shape.rms_norm_eps
+            if act.hidden is not None:
+                rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_hidden)
+            rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
+        self._project("lm_head", act.final, act.logits, inputs.n_logit_rows)
+
+    def record_draft(self, buffers: DraftBuffers, keys_only: bool) -> None:
+        """Does what `Qwen.record_draft` does."""
+        program, act, weights, eps = self.program, self.act, self.model.weights, self.model.shape.rms_norm_eps
+        head, ids, n = weights.draft_head, self.inputs.token_ids, self.inputs.n_tokens
         assert head is not None
-        norms, ids, n = DraftNorms(head.embedding_norm, head.hidden_norm, eps), inputs.token_ids, inputs.n_tokens
-        draft_rows(program, self.weights.embed, ids, buffers.hidden, norms, buffers.pair, n, act.residual)
+        norms = DraftNorms(head.embedding_norm, head.hidden_norm, eps)
+        draft_rows(program, weights.embed, ids, buffers.hidden, norms, buffers.pair, n, act.residual)
         streams = act.residual.reshape(len(buffers.pair), -1)
-        self.linears.project(program, "draft_head.fc", buffers.pair, streams, act.packed, buffers.n_pairs)
+        self._project("draft_head.fc", buffers.pair, streams, buffers.n_pairs)
         name, layer = "draft_head.layer.", head.layer
-        self._enter(program, f"{name}input_norm", layer.input_norm, n, act, is_added=True)
+        self._enter(f"{name}input_norm", layer.input_norm, is_added=True)
         if keys_only:
-            proj = front(act.proj, len(act.residual), self.heads.row)
-            n_query = self.heads.row - self.linears.matrices["draft_head.kv"].n
-            self.linears.project(program, "draft_head.kv", act.normed, proj, act.packed, inputs.n_tokens, first=n_query)
-            self._attn_prepare(program, layer, proj, inputs, memory.pages[:, -1], act)
+            n_row = self.model.heads.row
+            proj, n_query = self._front(act.proj, n_row), n_row - self.model.linears.matrices["draft_head.kv"].n
+            self._project("draft_head.kv", act.normed, proj, first=n_query)
+            self._attn_prepare(layer, proj, self.memory.pages[:, -1])
             if layer.indexer is not None:
-                self._index(program, f"{name}indexer", layer.indexer, inputs, memory, -1, act)
+                self._index(f"{name}indexer", layer.indexer, -1)
             return
-        self._attention(program, name, layer, inputs, memory, -1, act)
-        self._enter(program, f"{name}post_norm", layer.post_norm, n, act)
-        self._feed_forward(program, f"{name}mlp.", layer.mlp, n, act)
+        self._attention(name, layer, -1)
+        self._enter(f"{name}post_norm", layer.post_norm)
+        self._feed_forward(f"{name}mlp.", layer.mlp)
         own = final = buffers.hidden[: len(buffers.logits)]
         if isinstance(head.norm, HyperConnection):
-            self._inject(program, n, act)
-            round_rows(program, self._streams(act, n), own)
+            inject(program, self._streams(), self._written())
+            round_rows(program, self._streams(), own)
             final = act.normed[: len(buffers.logits)]
-            self._mix(program, "draft_head.norm", head.norm, final, self._streams(act, n), act)
+            self._mix("draft_head.norm", head.norm, final, self._streams())
         else:
             rms_norm(program, act.residual, head.norm, eps, own, n)
-        self.linears.project(program, "draft_head.lm_head", final, buffers.logits, act.packed, n)
+        self._project("draft_head.lm_head", final, buffers.logits)
 
-    def _enter(
-        self,
-        program: Program,
-        name: str,
-        norm: Array | HyperConnection,
-        n_tokens: Array,
-        act: Activations,
-        *,
-        is_added: bool = False,
+    @property
+    def _step(self) -> ForwardInputs:
+        """The inputs of a whole step."""
+        assert isinstance(self.inputs, ForwardInputs)
+        return self.inputs
+
+    def _front(self, flat: Array, width: int) -> Array:
+        """The front of a flat buffer, a row a token."""
+        return front(flat, len(self.act.residual), width)
+
+    def _project(
+        self, name: str, x: Array, out: Array, n_rows: Array | None = None, *, add: bool = False, first: int = 0
     ) -> None:
+        """Appends a product with the matrix of this name, by default of all tokens' rows (`Linears.project`)."""
+        n = self.inputs.n_tokens if n_rows is None else n_rows
+        self.model.linears.project(self.program, name, x, out, self.act.packed, n, add=add, first=first)
+
+    def _enter(self, name: str, norm: Array | HyperConnection, *, is_added: bool = False) -> None:
         """Makes act.normed, which the next block reads. is_added: whether the streams have what the last one
         wrote.
         """
+        act, eps = self.act, self.model.shape.rms_norm_eps
         if not isinstance(norm, HyperConnection):
-            rms_norm(program, act.residual, norm, self.shape.rms_norm_eps, act.normed, n_tokens)
+            rms_norm(self.program, act.residual, norm, eps, act.normed, self.inputs.n_tokens)
         else:
-            added = None if is_added else self._written(act)
-            self._mix(program, name, norm, act.normed, self._streams(act, n_tokens), act, added)
+            self._mix(name, norm, act.normed, self._streams(), None if is_added else self._written())
 
-    def _streams(self, act: Activations, n_rows: Array, rows: Array | None = None) -> StreamRows:
-        return StreamRows(act.residual, self.shape.n_streams, n_rows, rows)
+    def _streams(self, n_rows: Array | None = None, rows: Array | None = None) -> StreamRows:
+        """The residual streams, by default of all tokens."""
+        n = self.inputs.n_tokens if n_rows is None else n_rows
+        return StreamRows(self.act.residual, self.model.shape.n_streams, n, rows)
 
-    def _written(self, act: Activations) -> BlockOutput:
+    def _written(self) -> BlockOutput:
         """Returns what the last block wrote, and how it goes to each stream."""
-        assert act.streams is not None
-        width = self.shape.stream_rank + self.shape.n_streams
-        return BlockOutput(act.target, front(act.streams.low, len(act.residual), width))
-
-    def _inject(self, program: Program, n_tokens: Array, act: Activations) -> None:
-        inject(program, self._streams(act, n_tokens), self._written(act))
+        assert self.act.streams is not None
+        width = self.model.shape.stream_rank + self.model.shape.n_streams
+        return BlockOutput(self.act.target, self._front(self.act.streams.low, width))
 
     def _mix(
-        self,
-        program: Program,
-        name: str,
-        connection: HyperConnection,
-        out: Array,
-        streams: StreamRows,
-        act: Activations,
-        added: BlockOutput | None = None,
+        self, name: str, connection: HyperConnection, out: Array, streams: StreamRows, added: BlockOutput | None = None
     ) -> None:
         """Mixes streams to out, bfloat16 [M, H], once what is `added` is in them; act.target becomes 0."""
+        program, act, size = self.program, self.act, self.model.shape.stream_size
         buffers, n_rows, m = act.streams, streams.n_rows, len(out)
         assert buffers is not None
-        normed, gate = front(buffers.normed, m, self.shape.stream_size), front(buffers.gate, m, connection.up.k)
-        low, up = front(buffers.low, m, connection.down.n), front(act.proj, m, self.shape.stream_size)
-        connection_norm(program, streams, connection.norm, self.shape.rms_norm_eps, normed, added)
-        self.linears.project(program, f"{name}.down", normed, low, act.packed, n_rows)
+        normed, gate = front(buffers.normed, m, size), front(buffers.gate, m, connection.up.k)
+        low, up = front(buffers.low, m, connection.down.n), front(act.proj, m, size)
+        connection_norm(program, streams, connection.norm, self.model.shape.rms_norm_eps, normed, added)
+        self._project(f"{name}.down", normed, low, n_rows)
         connection_gate(program, low, gate, n_rows, streams.count)
-        self.linears.project(program, f"{name}.up", gate, up, act.packed, n_rows)
+        self._project(f"{name}.up", gate, up, n_rows)
         connection_mix(program, up, normed, out, n_rows, act.target)
 
-    def _ngrams(
-        self,
-        program: Program,
-        i: int,
-        ngrams: Ngrams,
-        inputs: ForwardInputs,
-        memory: Memory,
-        act: Activations,
-        *,
-        is_added: bool,
-    ) -> None:
+    def _ngrams(self, i: int, ngrams: Ngrams, *, is_added: bool) -> None:
         """Adds what the table says of the last tokens to the streams."""
-        shape, table, buffers, n = self.shape.ngrams, self.weights.ngram_table, act.ngrams, inputs.n_tokens
+        program, act, inputs, memory, n = self.program, self.act, self._step, self.memory, self.inputs.n_tokens
+        shape, table, buffers = self.model.shape.ngrams, self.model.weights.ngram_table, act.ngrams
         assert shape is not None and table is not None and buffers is not None
         assert inputs.hash_ids is not None and inputs.previous_ids is not None
         assert memory.ngram_columns is not None and memory.window_ngrams is not None
         if not is_added:
-            self._inject(program, n, act)
+            inject(program, self._streams(), self._written())
         if not table.blocks:  # else `gather` has read them
             rows = NgramRows(table.addresses, table.rows_per_part, table.width, table.parts[0].dtype, table.scale)
             integers = (np.array(values, np.int64) for values in (shape.multipliers, shape.primes, shape.offsets))
             ngram_rows(program, rows, NgramHash(*integers), inputs.hash_ids, inputs.previous_ids, buffers.rows, n)
-        kv = front(act.proj, len(act.residual), ngrams.proj.n)
-        self.linears.project(program, f"layers.{i}.ngrams.proj", buffers.rows, kv, act.packed, n)
+        kv = self._front(act.proj, ngrams.proj.n)
+        self._project(f"layers.{i}.ngrams.proj", buffers.rows, kv)
         weights = NgramWeights(ngrams.key_norm, ngrams.query_norm, ngrams.conv_norm, transposed(ngrams.conv))
-        eps, n_streams = self.shape.rms_norm_eps, self.shape.n_streams
+        eps, n_streams = self.model.shape.rms_norm_eps, self.model.shape.n_streams
         ngram_gate(program, kv, act.residual, weights, eps, buffers.inputs, n, n_streams)
         kept = NgramMemory(memory.ngram_columns, memory.window_ngrams)
         ngram_conv(program, buffers.inputs, act.residual, weights.conv, inputs, kept)
 
-    def _index(
-        self, program: Program, name: str, indexer: Indexer, inputs: RowInputs, memory: Memory, i: int, act: Activations
-    ) -> None:
+    def _index(self, name: str, indexer: Indexer, i: int) -> None:
         """Writes to the index of attention layer i, and makes the queries that choose from it."""
-        heads, buffers = self.shape.index, act.index
-        assert heads is not None and buffers is not None and memory.index_pages is not None
-        weights = AttentionWeights(indexer.q_norm, indexer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
-        self.linears.project(program, f"{name}.proj", act.normed, buffers.proj, act.packed, inputs.n_tokens)
-        pages = memory.index_pages[:, i]
-        index_prepare(program, buffers.proj, heads, weights, inputs, pages, buffers.query)
+        heads, buffers, index_pages = self.model.shape.index, self.act.index, self.memory.index_pages
+        assert heads is not None and buffers is not None and index_pages is not None
+        self._project(f"{name}.proj", self.act.normed, buffers.proj)
+        weights, pages = self._attention_weights(indexer), index_pages[:, i]
+        index_prepare(self.program, buffers.proj, heads, weights, self.inputs, pages, buffers.query)
 
-    def _gdn(
-        self, program: Program, i: int, i_gdn: int, inputs: ForwardInputs, memory: Memory, act: Activations
-    ) -> None:
-        proj = front(act.proj, len(act.residual), self.shape.gdn_in_proj_rows)
-        mixed = front(act.mixed, len(act.residual), self.shape.gdn_value_size)
-        self.linears.project(program, f"layers.{i}.in_proj", act.normed, proj, act.packed, inputs.n_tokens)
-        gdn(
-            program,
-            proj,
-            self.gdn_heads,
-            self.gdn_weights[i],
-            self.shape.rms_norm_eps,
-            inputs,
-            memory.of_gdn(i_gdn),
-            mixed,
-        )
-        self.linears.project(program, f"layers.{i}.out_proj", mixed, act.target, act.packed, inputs.n_tokens, add=True)
+    def _gdn(self, i: int, i_gdn: int) -> None:
+        act, shape, heads = self.act, self.model.shape, self.model.gdn_heads
+        proj, mixed = self._front(act.proj, shape.gdn_in_proj_rows), self._front(act.mixed, shape.gdn_value_size)
+        self._project(f"layers.{i}.in_proj", act.normed, proj)
+        weights, memory = self.model.gdn_weights[i], self.memory.of_gdn(i_gdn)
+        gdn(self.program, proj, heads, weights, shape.rms_norm_eps, self._step, memory, mixed)
+        self._project(f"layers.{i}.out_proj", mixed, act.target, add=True)
 
-    def _attention(
-        self, program: Program, name: str, layer: AttnLayer, inputs: RowInputs, memory: Memory, i: int, act: Activations
-    ) -> None:
-        pages, chosen = memory.pages[:, i], None
+    def _attention(self, name: str, layer: AttnLayer, i: int) -> None:
+        act, shape, heads = self.act, self.model.shape, self.model.heads
+        pages, chosen = self.memory.pages[:, i], None
         if layer.indexer is not None:
-            assert self.shape.index is not None and act.index is not None and memory.index_pages is not None
-            self._index(program, f"{name}indexer", layer.indexer, inputs, memory, i, act)
-            index_select(program, self.shape.index, inputs, memory.index_pages[:, i], act.index)
+            assert shape.index is not None and act.index is not None and self.memory.index_pages is not None
+            self._index(f"{name}indexer", layer.indexer, i)
+            index_select(self.program, shape.index, self.inputs, self.memory.index_pages[:, i], act.index)
             chosen = act.index.chosen
-        proj = front(act.proj, len(act.residual), self.heads.row)
-        query = front(act.query, len(act.residual), self.heads.n_q * self.heads.dim)
-        mixed = front(act.mixed, len(act.residual), self.heads.n_q * self.heads.dim)
-        self.linears.project(program, f"{name}qkv", act.normed, proj, act.packed, inputs.n_tokens)
-        self._attn_prepare(program, layer, proj, inputs, pages, act)
-        cache = KvPages(pages, self.shape.kv_format, chosen=chosen)
-        attention(program, query, proj, self.heads, inputs, cache, act.attn_records, mixed)
-        self.linears.project(program, f"{name}o_proj", mixed, act.target, act.packed, inputs.n_tokens, add=True)
+        proj, mixed = self._front(act.proj, heads.row), self._front(act.mixed, heads.n_q * heads.dim)
+        self._project(f"{name}qkv", act.normed, proj)
+        query, cache = self._attn_prepare(layer, proj, pages), KvPages(pages, shape.kv_format, chosen=chosen)
+        attention(self.program, query, proj, heads, self.inputs, cache, act.attn_records, mixed)
+        self._project(f"{name}o_proj", mixed, act.target, add=True)
 
-    def _attn_prepare(
-        self, program: Program, layer: AttnLayer, proj: Array, inputs: RowInputs, pages: Array, act: Activations
-    ) -> None:
-        weights = AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
-        query = front(act.query, len(act.residual), self.heads.n_q * self.heads.dim)
-        attn_prepare(program, proj, self.heads, weights, inputs, KvPages(pages, self.shape.kv_format), query)
+    def _attention_weights(self, layer: AttnLayer | Indexer) -> AttentionWeights:
+        model = self.model
+        return AttentionWeights(layer.q_norm, layer.k_norm, model.shape.rms_norm_eps, model.cos, model.sin)
 
-    def _feed_forward(self, program: Program, name: str, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
+    def _attn_prepare(self, layer: AttnLayer, proj: Array, pages: Array) -> Array:
+        """Writes keys and values to the pages. Returns the queries."""
+        heads, cache = self.model.heads, KvPages(pages, self.model.shape.kv_format)
+        query = self._front(self.act.query, heads.n_q * heads.dim)
+        attn_prepare(self.program, proj, heads, self._attention_weights(layer), self.inputs, cache, query)
+        return query
+
+    def _feed_forward(self, name: str, mlp: Mlp | Moe) -> None:
+        act, shape, linears = self.act, self.model.shape, self.model.linears
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
-            self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)
-            self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
-            routing = Routing(self.shape.n_experts_per_tok, self.shape.norm_topk_prob)
-            experts = Experts(mlp.gate_up, mlp.down, routing, self.linears.of_experts(name), self._on_disk)
-            moe(program, act.normed, act.router, experts, act.shared, act.target, n_tokens, act.moe)
+            self._project(f"{name}router", act.normed, act.router)
+            self._swiglu(f"{name}shared_", mlp.shared_down.k, act.shared, add=False)
+            routing = Routing(shape.n_experts_per_tok, shape.norm_topk_prob)
+            of_adapters, n = linears.of_experts(name), self.inputs.n_tokens
+            experts = Experts(mlp.gate_up, mlp.down, routing, of_adapters, self.model.on_disk)
+            moe(self.program, act.normed, act.router, experts, act.shared, act.target, n, act.moe)
         else:
-            self._swiglu(program, name, mlp.down.k, act.target, n_tokens, act, add=True)
+            self._swiglu(name, mlp.down.k, act.target, add=True)
 
-    def _swiglu(
-        self, program: Program, prefix: str, width: int, out: Array, n_tokens: Array, act: Activations, *, add: bool
-    ) -> None:
+    def _swiglu(self, prefix: str, width: int, out: Array, *, add: bool) -> None:
         """The MLP of this width whose matrices' names begin so."""
-        up = front(act.proj, len(act.residual), 2 * width)
-        inner = front(act.mixed, len(act.residual), width)
-        self.linears.project(program, f"{prefix}gate_up", act.normed, up, act.packed, n_tokens)
-        silu_mul(program, up, inner, n_tokens)
-        self.linears.project(program, f"{prefix}down", inner, out, act.packed, n_tokens, add=add)
+        up, inner = self._front(self.act.proj, 2 * width), self._front(self.act.mixed, width)
+        self._project(f"{prefix}gate_up", self.act.normed, up)
+        silu_mul(self.program, up, inner, self.inputs.n_tokens)
+        self._project(f"{prefix}down", inner, out, add=add)
