@@ -4,7 +4,7 @@ voices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from deltic.engine.scheduler import RequestError
 from deltic.engine.stage import StreamVocoder
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape, codec_side
 from deltic.models.vocoder.cpu import SEEN_FRAMES
+from deltic.ops.geometry import N_CODES
 from deltic.runtime.voices import Voice, Voices
 
 PREDICTOR_KEY = 0x9E3779B97F4A7C15
@@ -34,6 +35,19 @@ class PrimableVocoder(StreamVocoder, Protocol):
     def vocode(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]: ...
 
     def state_of(self, state_slot: int) -> NDArray[np.float32]: ...
+
+
+def check_chunks(chunks: Sequence[tuple[int, NDArray[np.int32]]], codebook_size: int) -> None:
+    """Raises ValueError for chunks (state slot, codes int32 [n, 16]) with a code outside the codebooks, and for
+    a state slot that is given twice.
+    """
+    for _, codes in chunks:
+        if codes.ndim != 2 or codes.shape[1] != N_CODES:
+            raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
+        if codes.size and not 0 <= codes.min() <= codes.max() < codebook_size:
+            raise ValueError(f"a code is outside 0 to {codebook_size - 1}")
+    if len({state_slot for state_slot, _ in chunks}) < len(chunks):
+        raise ValueError("two chunks of one stream; join them")
 
 
 class Speaker:

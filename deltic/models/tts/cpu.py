@@ -218,16 +218,8 @@ class Tts:
         w, talker, rows = self.weights, act.talker, inputs.rows
         self.record_texts(program, inputs, act, act.text_rows[PAD_ROW + 1 :])
         self._record_frames(program, inputs, memory, draws, act)
-        talker_rows(
-            program,
-            inputs.side,
-            inputs.text_row,
-            w.codec_table,
-            inputs.voice_rows,
-            act.text_rows,
-            talker.residual,
-            rows.n_tokens,
-        )
+        sources = inputs.side, inputs.text_row, w.codec_table, inputs.voice_rows, act.text_rows
+        talker_rows(program, *sources, talker.residual, rows.n_tokens)
         self.talker.record(program, rows, memory.pages, talker)
         eps = self.shape.talker.rms_norm_eps
         rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=inputs.last_row)
@@ -273,15 +265,8 @@ class Tts:
             last = None if i else np.arange(1, 2 * n_seqs, 2, dtype=np.int32)
             rms_norm(program, a.residual, w.predictor.norm, eps, act.code_final, n_frames, rows=last)
             self.linears.project(program, f"code_heads.{i}", act.code_final, act.code_logits, a.packed, n_frames)
-            sample(
-                program,
-                act.code_logits,
-                self.shape.n_codebook,
-                draws.batch_slots,
-                draws.draws[i],
-                draws.scratch,
-                draws.codes[i],
-            )
+            drawn = draws.batch_slots, draws.draws[i], draws.scratch, draws.codes[i]
+            sample(program, act.code_logits, self.shape.n_codebook, *drawn)
         code_rows(program, draws.codes[-1], w.code_tables[-1], sums, n_frames)
 
     def frame_embeddings(self, codes: Array) -> Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -242,20 +243,13 @@ class TtsGpu:
         w, d, n = self.weights, self.shape.talker, len(rows_batch_slot)
         rows = b.rows.front(n)
         self._frames(n, rows, rows_batch_slot, batch, parameters, b, memory)
-        cos, sin = self.talker_angles
-        heads = d.heads
+        heads, cos_sin = d.heads, self.talker_angles
+        step: dict[str, Any] = {"rows": rows, "scratch": b.attention, "max_len": max_len}
 
         def attend(i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor) -> None:
-            attention_decode(
-                proj,
-                heads,
-                AttentionWeights(layer.q_norm, layer.k_norm, d.rms_norm_eps, cos, sin),
-                rows=rows,
-                cache=KvPages(memory.pages[:, i], table=batch.page_table),
-                scratch=b.attention,
-                max_len=max_len,
-                out=Operand(mixed),
-            )
+            weights = AttentionWeights(layer.q_norm, layer.k_norm, d.rms_norm_eps, *cos_sin)
+            cache = KvPages(memory.pages[:, i], table=batch.page_table)
+            attention_decode(proj, heads, weights, cache=cache, out=Operand(mixed), **step)
 
         partial = self._layers("talker", d, w.talker, n, b.talker, attend)
         normed = front(b.talker.normed, n, d.hidden_size)
@@ -280,35 +274,19 @@ class TtsGpu:
         p, eps = d.hidden_size, d.rms_norm_eps
         residual = front(b.predictor.residual, 2 * n, p)
         past = residual[:n] if w.projection is None else b.past[:n]
-        begin_frames(
-            rows_batch_slot,
-            batch,
-            parameters,
-            memory.past,
-            CodeTables(w.codec_table, self.inner_tables[0]),
-            rows=rows,
-            into=past,
-            residual=residual,
-        )
+        first_tables, into = CodeTables(w.codec_table, self.inner_tables[0]), {"into": past, "residual": residual}
+        begin_frames(rows_batch_slot, batch, parameters, memory.past, first_tables, rows=rows, **into)
         if w.projection is not None:
             parts = self.linears.partial("projection.weight", past, b.predictor.partial)
             project_rows(parts, w.projection.bias, residual[:n])
-        cos, sin = self.predictor_angles
-        heads = d.heads
+        heads, cos_sin = d.heads, self.predictor_angles
         for step in range(1, N_CODES):
 
             def attend(
                 i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor, first: int = step if step > 1 else 0
             ) -> None:
-                code_attention(
-                    proj,
-                    heads,
-                    AttentionWeights(layer.q_norm, layer.k_norm, eps, cos, sin),
-                    first,
-                    state_slot=rows.state_slot,
-                    pages=b.code_pages[:, i],
-                    out=mixed,
-                )
+                weights, pages = AttentionWeights(layer.q_norm, layer.k_norm, eps, *cos_sin), b.code_pages[:, i]
+                code_attention(proj, heads, weights, first, state_slot=rows.state_slot, pages=pages, out=mixed)
 
             # the first pass has the talker's last output and code 0: only the second is drawn from
             n_rows = n if step > 1 else 2 * n
@@ -317,17 +295,8 @@ class TtsGpu:
             wanted = None if step > 1 else b.numbers[n : 2 * n]
             add_norm(residual[:n_rows], partial, w.predictor.norm, eps, normed, rows=wanted)
             logits = self.linears.partial(f"code_heads.{step - 1}", normed, b.code_logits)
-            inner = self.inner_tables[step] if step < N_CODES - 1 else None
-            draw_code(
-                logits,
-                step,
-                parameters,
-                rows,
-                CodeTables(w.code_tables[step - 1], inner),
-                residual[:n],
-                self.texts,
-                self.shape.ids.tts_pad,
-            )
+            tables = CodeTables(w.code_tables[step - 1], self.inner_tables[step] if step < N_CODES - 1 else None)
+            draw_code(logits, step, parameters, rows, tables, residual[:n], self.texts, self.shape.ids.tts_pad)
 
     def prefill(
         self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PromptBuffers, memory: SpeechMemory
@@ -340,21 +309,18 @@ class TtsGpu:
         t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
         residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, 1, t, h)
         prompt_rows(inputs.token_ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
-        heads, (cos, sin), added = d.heads, self.talker_angles, None
+        heads, cos_sin, added = d.heads, self.talker_angles, None
         for i, layer in enumerate(w.talker.layers):
             add_norm(residual, added, layer.input_norm, eps, normed)
             added = y
             proj, mixed = front(b.proj, t, heads.row), front(b.mixed, t, d.q_rows)
             linears.project_many(f"talker.layers.{i}.qkv", normed, proj)
-            attention_prefill(
-                proj,
-                heads,
-                AttentionWeights(layer.q_norm, layer.k_norm, eps, cos, sin),
-                blocks=inputs.blocks,
-                cache=KvPages(memory.pages[:, i], table=page_table),
-                query=front(b.query, t, heads.n_q, heads.dim),
-                out=mixed,
+            weights, cache = (
+                AttentionWeights(layer.q_norm, layer.k_norm, eps, *cos_sin),
+                KvPages(memory.pages[:, i], table=page_table),
             )
+            query = front(b.query, t, heads.n_q, heads.dim)
+            attention_prefill(proj, heads, weights, blocks=inputs.blocks, cache=cache, query=query, out=mixed)
             linears.project_many(f"talker.layers.{i}.o_proj", mixed, y[0])
             add_norm(residual, added, layer.post_norm, eps, normed)
             up, inner = front(b.proj, t, 2 * d.intermediate_size), front(b.inner, t, d.intermediate_size)

@@ -197,16 +197,12 @@ class Vocoder:
             norm = self._take(f"{p}.input_layernorm.weight")
             vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
             conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), ConvEnd(qkv))
-            vocoder_attention(
-                program,
-                batch,
-                qkv,
-                shape.n_heads,
-                shape.sliding_window,
+            size, angles, begin = (
+                (shape.n_heads, shape.sliding_window),
                 (self._cos, self._sin),
-                mixed,
-                offset=self.begins[f"layers.{i}"],
+                self.begins[f"layers.{i}"],
             )
+            vocoder_attention(program, batch, qkv, *size, angles, mixed, offset=begin)
             scale = self._take(f"{p}.self_attn_layer_scale.scale")
             o_proj = self._linear(f"{p}.self_attn.o_proj")
             conv(program, batch, mixed, o_proj, ConvEnd(stream, scale=scale, residual=stream))
@@ -266,14 +262,8 @@ class Vocoder:
             is_last = i == len(shape.upsample_rates)
             source, target = Rows(here, width, rate, head=1), Rows(there, half, rate_out, head=heads[0])
             up, snake = self._upsampling(f"{p}.1.conv", r, dtype), self._snake(f"{p}.2.act1", r)
-            conv(
-                program,
-                batch,
-                source,
-                up,
-                ConvEnd(stream, snake=snake, snaked=target),
-                offset=self.begins[f"decoder.{i}.1"],
-            )
+            end, begin = ConvEnd(stream, snake=snake, snaked=target), self.begins[f"decoder.{i}.1"]
+            conv(program, batch, source, up, end, offset=begin)
             followers = [f"{p}.{unit}.act1" for unit in range(3, 2 + len(DILATIONS))]
             followers += [f"decoder.{i + 1}" if is_last else f"decoder.{i + 1}.block.0"]
             heads += [6 if is_last else 1]
@@ -284,13 +274,9 @@ class Vocoder:
                 conv(program, batch, source, conv1, ConvEnd(snake=snake, snaked=inner), offset=begin)
                 target = Rows(there, half, rate_out, head=heads[unit - 1])
                 is_end = unit == 1 + len(DILATIONS)
-                conv(
-                    program,
-                    batch,
-                    inner,
-                    self._conv_weights(f"{p}.{unit}.conv2.conv", 1, dtype),
-                    ConvEnd(None if is_end else stream, residual=stream, snake=self._snake(follower), snaked=target),
-                )
+                snake, conv2 = self._snake(follower), self._conv_weights(f"{p}.{unit}.conv2.conv", 1, dtype)
+                end = ConvEnd(None if is_end else stream, residual=stream, snake=snake, snaked=target)
+                conv(program, batch, inner, conv2, end)
         last = self._conv_weights(f"decoder.{len(shape.upsample_rates) + 2}.conv", 1, dtype)
         audio = Rows(self.buffers.audio, 1, FRAME_SAMPLES)
         conv(program, batch, target, last, ConvEnd(audio, activation="clamp"), offset=self.begins["last"])

@@ -209,11 +209,10 @@ class _Packer:
         before, behind = (self.get(p + "input_layernorm.weight"), self.get(p + "post_attention_layernorm.weight"))
         qkv = torch.cat([self.get(f"{p}self_attn.{x}_proj.weight") for x in "qkv"])
         gate_up = torch.cat([self.get(f"{p}mlp.{x}_proj.weight") for x in ("gate", "up")])
+        o = self.get(p + "self_attn.o_proj.weight")
         return _Layer(
             qkv=self.linear(qkv * before),
-            o=self.linear(
-                self.get(p + "self_attn.o_proj.weight") * self.get(p + "self_attn_layer_scale.scale")[:, None]
-            ),
+            o=self.linear(o * self.get(p + "self_attn_layer_scale.scale")[:, None]),
             gate_up=self.linear(gate_up * behind, swiglu=True),
             down=self.linear(self.get(p + "mlp.down_proj.weight") * self.get(p + "mlp_layer_scale.scale")[:, None]),
         )
@@ -450,11 +449,6 @@ class VocoderGpu:
             conv(pair, unit.conv1, streams, b.scratch, ConvOut(pair=inner, act=unit.act2), history=ring)
             is_last, ring = i + 1 == len(block.units), next(rings)
             after = act if is_last else block.units[i + 1].act1
-            conv(
-                inner,
-                unit.conv2,
-                streams,
-                b.scratch,
-                ConvOut(residual=raw, raw=None if is_last else raw, pair=pair, act=after, ring=ring),
-            )
+            end = ConvOut(residual=raw, raw=None if is_last else raw, pair=pair, act=after, ring=ring)
+            conv(inner, unit.conv2, streams, b.scratch, end)
         return pair, ring

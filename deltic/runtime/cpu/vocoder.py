@@ -17,7 +17,8 @@ from deltic.models.vocoder.cpu import MAX_POSITIONS, PASS_FRAMES, Vocoder, alloc
 from deltic.models.vocoder.shape import FRAME_SAMPLES, VocoderShape
 from deltic.ops.arrays import Array, zeros
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import N_CODES, Allocate
+from deltic.ops.geometry import Allocate
+from deltic.runtime.speaking import check_chunks
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,9 @@ class VocoderStreams:
         return out
 
     def _check(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
-        for state_slot, codes in chunks:
-            if codes.ndim != 2 or codes.shape[1] != N_CODES:
-                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
-            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
-                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
-            if self.position(state_slot) + len(codes) > MAX_POSITIONS:
-                raise ValueError(f"a stream has at most {MAX_POSITIONS} frames")
-        if len({state_slot for state_slot, _ in chunks}) < len(chunks):
-            raise ValueError("two chunks of one stream; join them")
+        check_chunks(chunks, self.shape.codebook_size)
+        if any(self.position(state_slot) + len(codes) > MAX_POSITIONS for state_slot, codes in chunks):
+            raise ValueError(f"a stream has at most {MAX_POSITIONS} frames")
 
     def _pass(
         self,

@@ -30,6 +30,7 @@ from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES
 from deltic.runtime.gpu.batch_slots import Ring
 from deltic.runtime.gpu.record import Body, Recording, record_all
+from deltic.runtime.speaking import check_chunks
 
 FRAMES = (1, 2, 4, 8, 16, 32)
 """New frames of a recorded chunk."""
@@ -168,7 +169,7 @@ class GpuVocoderStreams:
 
     def begin(self, chunks: Sequence[Chunk]) -> VocodedGpu:
         """Does what `vocode` does, without waiting."""
-        self._check(chunks)
+        check_chunks(chunks, self.shape.codebook_size)
         done = [0] * len(chunks)
         rows: list[list[Tensor]] = [[] for _ in chunks]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.is_gpu else (None, None)
@@ -194,7 +195,7 @@ class GpuVocoderStreams:
         them (models/vocoder/cpu.py).
         Raises as `vocode`. Does not wait.
         """
-        self._check([(state_slot, codes)])
+        check_chunks([(state_slot, codes)], self.shape.codebook_size)
         done = 0
         with torch.cuda.stream(self.stream):
             for f, recording in self._skims.items():  # the longest first
@@ -202,15 +203,6 @@ class GpuVocoderStreams:
                     self._send([(state_slot, codes[done : done + f])], 1, f)
                     recording.run()
                     done += f
-
-    def _check(self, chunks: Sequence[Chunk]) -> None:
-        for _, codes in chunks:
-            if codes.ndim != 2 or codes.shape[1] != N_CODES:
-                raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
-            if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
-                raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
-        if len({state_slot for state_slot, _ in chunks}) < len(chunks):
-            raise ValueError("two chunks of one stream; join them")
 
     def _run(self, pieces: list[Chunk], f: int) -> Tensor:
         """Starts one recorded chunk and the way of its samples to the host: float32 [pieces, samples],
