@@ -27,7 +27,7 @@ from deltic.models.gguf import PLAIN, QUANTISED, Gguf, GgufTensor
 from deltic.models.gguf_blocks import decoded
 from deltic.models.gguf_config import n_trunk_layers, vision_config
 from deltic.models.mapped import Header, MappedFiles
-from deltic.models.stored import StoredTensor
+from deltic.models.stored import Derived, StoredTensor
 from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
 
@@ -258,35 +258,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Frames:
+class Frames(Derived):
     """A StoredTensor [h, channels, 2, y, x], of tensors [h, channels, y, x] of each frame of a patch, plain
     and of one type.
     """
 
-    first: Rows
+    tensor: Rows
     second: Rows
 
     @property
-    def where(self) -> str:
-        return self.first.where
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.first.shape[:2], 2, *self.first.shape[2:])
-
-    @property
-    def format(self) -> WeightFormat | None:
-        return None
-
-    @property
-    def dtype(self) -> str:
-        return self.first.dtype
+        return (*self.tensor.shape[:2], 2, *self.tensor.shape[2:])
 
     def read(self, begin: int, end: int) -> Array:
         """Reads rows as every StoredTensor does."""
-        *_, y, x = self.first.shape
+        *_, y, x = self.tensor.shape
         low, high = begin // (2 * y), -(-end // (2 * y))  # channels
-        frames = [np.asarray(one.read(low * y, high * y)).reshape(-1, y, x) for one in (self.first, self.second)]
+        frames = [np.asarray(one.read(low * y, high * y)).reshape(-1, y, x) for one in (self.tensor, self.second)]
         rows: Array = np.stack(frames, axis=1).reshape(-1, x)
         return rows[begin - 2 * y * low : end - 2 * y * low]
 

@@ -44,6 +44,24 @@ class StoredTensor(Protocol):
         """
 
 
+class Derived:
+    """A StoredTensor, as far as it is what another tensor is: a base of those that read one otherwise."""
+
+    tensor: StoredTensor
+
+    @property
+    def where(self) -> str:
+        return self.tensor.where
+
+    @property
+    def format(self) -> WeightFormat | None:
+        return self.tensor.format
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+
 _NGRAM_TABLE = ".ple.ple_embedding.", "per_layer_token_embd."
 """Parts of the names of the tensors of a table of n-grams, in safetensors or in GGUF."""
 

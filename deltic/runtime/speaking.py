@@ -38,8 +38,8 @@ class PrimableVocoder(StreamVocoder, Protocol):
 
 
 def check_chunks(chunks: Sequence[tuple[int, NDArray[np.int32]]], codebook_size: int) -> None:
-    """Raises ValueError for chunks (state slot, codes int32 [n, 16]) with a code outside the codebooks, and for
-    a state slot that is given twice.
+    """Raises ValueError for chunks (state slot, codes int32 [n, 16]) with a code outside the codebooks, and
+    for a state slot that is given twice.
     """
     for _, codes in chunks:
         if codes.ndim != 2 or codes.shape[1] != N_CODES:

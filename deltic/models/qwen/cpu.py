@@ -579,7 +579,7 @@ class _Forward:
     def _project(
         self, name: str, x: Array, out: Array, n_rows: Array | None = None, *, add: bool = False, first: int = 0
     ) -> None:
-        """Appends a product with the matrix of this name, by default of all tokens' rows (`Linears.project`)."""
+        """Appends a product with the matrix of this name (`Linears.project`), by default of all tokens."""
         n = self.inputs.n_tokens if n_rows is None else n_rows
         self.model.linears.project(self.program, name, x, out, self.act.packed, n, add=add, first=first)
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from deltic.models.fields import CheckpointError, refuse_limits
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.stored import StoredTensor
+from deltic.models.stored import Derived, StoredTensor
 from deltic.ops.arrays import Array
-from deltic.ops.formats import OUTER, Quantised, WeightFormat
+from deltic.ops.formats import OUTER, Quantised
 
 Runs = tuple[tuple[int, int], ...]
 """Ranges of rows or columns, one behind another."""
@@ -39,41 +39,29 @@ def share(n: int, part: int, n_shards: int, unit: int = 1) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class View:
+class View(Derived):
     """Rows and columns of a stored tensor, as a tensor of this shape. columns None: all of them."""
 
-    whole: StoredTensor
+    tensor: StoredTensor
     shape: tuple[int, ...]
     rows: Runs
     columns: Runs | None = None
     is_zero: bool = False
     """True if all values are 0 instead."""
 
-    @property
-    def where(self) -> str:
-        return self.whole.where
-
-    @property
-    def format(self) -> WeightFormat | None:
-        return self.whole.format
-
-    @property
-    def dtype(self) -> str:
-        return self.whole.dtype
-
     def read(self, begin: int, end: int) -> Array | Quantised:
         parts, at = [], 0
         for first, last in self.rows:
             n = last - first
             if at < end and begin < at + n:
-                parts.append(self.whole.read(first + max(begin - at, 0), first + min(end - at, n)))
+                parts.append(self.tensor.read(first + max(begin - at, 0), first + min(end - at, n)))
             at += n
         quantised = [part for part in parts if isinstance(part, Quantised)]
         if quantised:
             found = Quantised.joined(quantised)
             found = found if self.columns is None else found.columns(self.columns)
             return found.zeroed() if self.is_zero else found
-        k = self.whole.shape[-1]
+        k = self.tensor.shape[-1]
         values = np.concatenate([np.asarray(part).reshape(-1, k) for part in parts])
         if self.columns is not None:
             values = np.concatenate([values[:, first:last] for first, last in self.columns], axis=1)

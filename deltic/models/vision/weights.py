@@ -32,11 +32,11 @@ from deltic.models.loading import (
     fill_dummy,
     open_part,
 )
-from deltic.models.stored import StoredTensor, formats_of
+from deltic.models.stored import Derived, StoredTensor, formats_of
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import CHANNELS, FRAMES_A_PATCH, PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.ops.arrays import Array
-from deltic.ops.formats import Quantised, WeightFormat
+from deltic.ops.formats import Quantised
 from deltic.ops.matrix import Matrix
 
 PREFIXES = ("model.visual.", "visual.")
@@ -84,7 +84,7 @@ class VisionWeights(Parts):
 
 
 @dataclass(frozen=True)
-class Widened:
+class Widened(Derived):
     """A StoredTensor of n times anything, read as rows of k: its values of a row one after another, then
     zeros.
     """
@@ -93,20 +93,8 @@ class Widened:
     k: int
 
     @property
-    def where(self) -> str:
-        return self.tensor.where
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape
-
-    @property
-    def format(self) -> WeightFormat | None:
-        return self.tensor.format
-
-    @property
-    def dtype(self) -> str:
-        return self.tensor.dtype
 
     def read(self, begin: int, end: int) -> Array | Quantised:
         """Reads rows as every StoredTensor does. Zeros of a quantised tensor are codes of 0, which need not
