@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -99,20 +100,16 @@ class Segment:
         """Stores the rows of one matrix, in panels: bfloat16 [n, k], which are quantised as the format says,
         or rows in this format. For several matrices: `one`.
         """
+        expect = partial(check, "pack")
         program = Program(n_threads)
         if isinstance(values, Quantised):
-            check(
-                "pack",
-                values.format == self.format and values.codes.shape == (self.n, self.k),
-                f"{self.format.name} rows",
-            )
+            expect(values.format == self.format and values.codes.shape == (self.n, self.k), f"{self.format.name} rows")
             parts = (values.codes, values.scale, values.least, values.outer)
             program.call(
                 "deltic_pack_codes", *(p if p is None else np.ascontiguousarray(p) for p in parts), *self.arguments
             )
         else:
-            check(
-                "pack",
+            expect(
                 values.dtype == bfloat16 and values.flags.c_contiguous and values.size == self.n * self.k,
                 f"contiguous bfloat16 values [{self.n}, {self.k}]",
             )
@@ -195,11 +192,8 @@ class Matrix:
     @property
     def whole(self) -> Segment:
         """The only segment, for an operator that reads one. Raises KernelError where there are several."""
-        check(
-            "matrix",
-            len(self.segments) == 1,
-            f"rows in one format, found {', '.join(p.format.name for p in self.segments)}",
-        )
+        expect = partial(check, "matrix")
+        expect(len(self.segments) == 1, f"rows in one format, found {', '.join(p.format.name for p in self.segments)}")
         return self.segments[0]
 
     def rows(self, begin: int, end: int) -> Matrix:

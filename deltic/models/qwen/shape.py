@@ -151,12 +151,6 @@ class ModelShape:
     formats: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """Formats of the matrices that are stored quantised, by the names of their tensors (models/stored.py)."""
 
-    @property
-    def mixture(self) -> tuple[int, int, int, int]:
-        """Experts, those of a token, and the widths of a routed one and of the shared one."""
-        widths = self.moe_intermediate_size, self.shared_intermediate_size
-        return self.n_experts, self.n_experts_per_tok, *widths
-
     @classmethod
     def from_config(
         cls, config: Mapping[str, object], generation_config: Mapping[str, object] | None = None

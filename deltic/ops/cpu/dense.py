@@ -8,6 +8,7 @@ Leaves out: bias (`add_bias` in ops/cpu/speech.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -27,14 +28,11 @@ def embed(
     in use; rows: bfloat16 [N, H], None where no id is below 0. Leaves out: a check of the ids. The scheduler
     only passes ids of the vocabulary.
     """
-    check("embed", out.dtype == np.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")
+    expect = partial(check, "embed")
+    expect(out.dtype == np.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")
     if rows is not None:
-        check(
-            "embed",
-            rows.dtype == bfloat16 and rows.shape[1:] == (table.k,) and rows.flags.c_contiguous,
-            "bfloat16 rows",
-        )
-        check("embed", table.k % 16 == 0, "width % 16 == 0")
+        expect(rows.dtype == bfloat16 and rows.shape[1:] == (table.k,) and rows.flags.c_contiguous, "bfloat16 rows")
+        expect(table.k % 16 == 0, "width % 16 == 0")
     program.call("deltic_embed", *table.whole.arguments, token_ids, out, n_tokens, rows)
 
 
@@ -62,15 +60,12 @@ def linear(
     x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N], or wider: its columns [first, first + N); workspace:
     uint8, at least T * row_bytes(K); n_rows: int32 scalar, rows in use.
     """
-    check("linear", x.dtype == bfloat16 and out.dtype == np.float32, "bfloat16 x, float32 out")
+    expect = partial(check, "linear")
+    expect(x.dtype == bfloat16 and out.dtype == np.float32, "bfloat16 x, float32 out")
     is_whole = first == 0 and out.shape[1] == w.n
-    check(
-        "linear",
-        x.shape[1] == w.k and (is_whole or 0 < first <= out.shape[1] - w.n),
-        f"x [T, {w.k}] and out [T, {w.n}]",
-    )
-    check("linear", x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
-    check("linear", workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
+    expect(x.shape[1] == w.k and (is_whole or 0 < first <= out.shape[1] - w.n), f"x [T, {w.k}] and out [T, {w.n}]")
+    expect(x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
+    expect(workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
     begin, packed = first, None
     for segment in w.segments:
         # What the workspace holds of x: bfloat16, or int8 by groups and their sums as the codes need them.

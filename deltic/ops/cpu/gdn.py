@@ -8,6 +8,7 @@ decode: prefill and decode agree in bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from deltic.ops.arrays import Array, bfloat16, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GDN_DIM, MAX_WINDOW, GdnHeads, GdnWeights
+
+expect = partial(check, "gdn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +99,14 @@ def gdn(
     may be the start of several. These values change from step to step, and are not checked.
     """
     n_channels, i, m = heads.channels, inputs, memory
-    check("gdn", proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
-    check("gdn", all(index.dtype == np.int32 for index in (*i.chunks, *i.windows)), "int32 indices")
-    check(
-        "gdn",
-        len(i.snapshot_begin) == len(i.seq_start) == len(i.state_slot) + 1 == len(i.start_slot) + 1,
-        "one start and one final state slot for each sequence, and the beginning of its snapshots",
-    )
-    check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
-    check(
-        "gdn",
-        heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM,
-        f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
-    )
-    check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
+    expect(proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
+    expect(all(index.dtype == np.int32 for index in (*i.chunks, *i.windows)), "int32 indices")
+    fit = len(i.snapshot_begin) == len(i.seq_start) == len(i.state_slot) + 1 == len(i.start_slot) + 1
+    expect(fit, "one start and one final state slot for each sequence, and the beginning of its snapshots")
+    expect(weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
+    is_served = heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM
+    expect(is_served, f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}")
+    expect(proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
     _check_lists(inputs)
     _check_state_slots(heads, m.states, m.columns)
     _check_windows(heads, m.window_columns, m.window_gates)
@@ -127,29 +124,27 @@ def gdn(
 
 
 def _check_lists(inputs: GdnInputs) -> None:
-    check("gdn", len(inputs.snapshot_n) == len(inputs.snapshot_slot), "one state slot for each snapshot")
-    check("gdn", all(len(index) == len(inputs.state_slot) for index in inputs.windows), "a window for each sequence")
+    expect(len(inputs.snapshot_n) == len(inputs.snapshot_slot), "one state slot for each snapshot")
+    expect(all(len(index) == len(inputs.state_slot) for index in inputs.windows), "a window for each sequence")
 
 
 def _check_state_slots(heads: GdnHeads, state: Array, columns: Array) -> None:
-    check(
-        "gdn",
+    expect(
         state.dtype in (np.float32, bfloat16) and columns.dtype == bfloat16,
         "float32 or bfloat16 state, bfloat16 columns",
     )
-    check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [state_slots, Hv, dk, dv]")
-    check("gdn", columns.shape[1:] == (3, heads.channels), f"conv_state [state_slots, 3, {heads.channels}]")
-    check("gdn", state[0].flags.c_contiguous and columns[0].flags.c_contiguous, "contiguous state slots")
+    expect(state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [state_slots, Hv, dk, dv]")
+    expect(columns.shape[1:] == (3, heads.channels), f"conv_state [state_slots, 3, {heads.channels}]")
+    expect(state[0].flags.c_contiguous and columns[0].flags.c_contiguous, "contiguous state slots")
 
 
 def _check_windows(heads: GdnHeads, columns: Array, gates: Array) -> None:
-    check("gdn", columns.dtype == bfloat16 and gates.dtype == np.float32, "bfloat16 columns, float32 gates of windows")
+    expect(columns.dtype == bfloat16 and gates.dtype == np.float32, "bfloat16 columns, float32 gates of windows")
     n_batch_slots, n_tokens = columns.shape[:2]
-    check("gdn", 1 <= n_tokens <= MAX_WINDOW, f"windows of 1 to {MAX_WINDOW} tokens")
-    check("gdn", columns.shape[2:] == (heads.channels,), f"window_columns [batch_slots, W, {heads.channels}]")
-    check(
-        "gdn",
+    expect(1 <= n_tokens <= MAX_WINDOW, f"windows of 1 to {MAX_WINDOW} tokens")
+    expect(columns.shape[2:] == (heads.channels,), f"window_columns [batch_slots, W, {heads.channels}]")
+    expect(
         gates.shape == (n_batch_slots, n_tokens, 2 * heads.n_v),
         f"window_gates [batch_slots, W, {2 * heads.n_v}], of the same places and W",
     )
-    check("gdn", columns[0].flags.c_contiguous and gates[0].flags.c_contiguous, "contiguous windows")
+    expect(columns[0].flags.c_contiguous and gates[0].flags.c_contiguous, "contiguous windows")

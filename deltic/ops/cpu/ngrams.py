@@ -5,6 +5,7 @@ equations).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -59,15 +60,14 @@ def ngram_rows(
     bfloat16 [T, heads * width]; n_tokens: int32 scalar, rows in use. Leaves out: where an n-gram begins;
     `previous` says it.
     """
+    expect = partial(check, "ngram_rows")
     n_heads, longest = len(hash.primes), len(hash.multipliers)
     integers = (hash.multipliers, hash.primes, hash.offsets, table.parts)
-    check("ngram_rows", all(i.dtype == np.int64 for i in integers), "int64 integers and addresses")
-    check("ngram_rows", n_heads % (longest - 1) == 0, "as many heads for each length")
-    check("ngram_rows", table.width % 16 == 0 and table.type in _TYPES, f"rows % 16 == 0, in one of {_TYPES}")
-    check("ngram_rows", previous.shape[1] == longest - 1 and previous.dtype == ids.dtype == np.int32, "int32 ids")
-    check(
-        "ngram_rows", out.shape[1] == n_heads * table.width and out.dtype == bfloat16, "bfloat16 out [T, heads width]"
-    )
+    expect(all(i.dtype == np.int64 for i in integers), "int64 integers and addresses")
+    expect(n_heads % (longest - 1) == 0, "as many heads for each length")
+    expect(table.width % 16 == 0 and table.type in _TYPES, f"rows % 16 == 0, in one of {_TYPES}")
+    expect(previous.shape[1] == longest - 1 and previous.dtype == ids.dtype == np.int32, "int32 ids")
+    expect(out.shape[1] == n_heads * table.width and out.dtype == bfloat16, "bfloat16 out [T, heads width]")
     type = _TYPES.index(table.type)
     rows = table.parts, table.part_rows, table.width, table.width * table.type.itemsize, type, float(table.scale)
     program.call("deltic_ngram_rows", *rows, n_heads, longest, *integers[:3], ids, previous, out, n_tokens)
@@ -117,18 +117,13 @@ def ngram_conv(program: Program, inputs: Array, x: Array, conv: Array, steps: Gd
     inputs: bfloat16 [T, C]; x: float32 [T, C]; conv: float32 [4, C]. Where a chunk starts, which state slots
     get what it leaves, and what of it waits in the window of drafts: as of `gdn`, whose `steps` these are.
     """
+    expect = partial(check, "ngram_conv")
     n_kept, n_channels = memory.columns.shape[1:]
-    check(
-        "ngram_conv", conv.shape == (TAPS, n_channels) and conv.dtype == np.float32, f"float32 conv [4, {n_channels}]"
-    )
-    check("ngram_conv", n_kept % (TAPS - 1) == 0 and n_kept <= MOST_KEPT, f"columns of at most {MOST_KEPT} tokens")
-    check("ngram_conv", inputs.shape[1] == x.shape[1] == n_channels and n_channels % 16 == 0, "one width, % 16 == 0")
-    check(
-        "ngram_conv", inputs.dtype == memory.columns.dtype == memory.window.dtype == bfloat16, "bfloat16 inputs, memory"
-    )
-    check(
-        "ngram_conv", memory.window.shape[1] <= MAX_WINDOW and memory.window.shape[2] == n_channels, "windows [n, W, C]"
-    )
+    expect(conv.shape == (TAPS, n_channels) and conv.dtype == np.float32, f"float32 conv [4, {n_channels}]")
+    expect(n_kept % (TAPS - 1) == 0 and n_kept <= MOST_KEPT, f"columns of at most {MOST_KEPT} tokens")
+    expect(inputs.shape[1] == x.shape[1] == n_channels and n_channels % 16 == 0, "one width, % 16 == 0")
+    expect(inputs.dtype == memory.columns.dtype == memory.window.dtype == bfloat16, "bfloat16 inputs, memory")
+    expect(memory.window.shape[1] <= MAX_WINDOW and memory.window.shape[2] == n_channels, "windows [n, W, C]")
     i, m = steps, memory
     kept = m.columns, stride(m.columns), m.window, stride(m.window)
     program.call("deltic_ngram_conv", inputs, x, conv, n_channels, n_kept // (TAPS - 1), *i.chunks, *i.windows, *kept)

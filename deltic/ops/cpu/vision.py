@@ -10,6 +10,7 @@ frames or on threads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -86,11 +87,10 @@ def layer_norm(
 
     x: float32 [T, H]; w, b: float32 [H]; out: bfloat16 [R, H]; H a multiple of 16.
     """
+    expect = partial(check, "layer_norm")
     width = x.shape[1]
-    check(
-        "layer_norm", x.dtype == w.dtype == b.dtype == np.float32 and out.dtype == bfloat16, "float32 in, bfloat16 out"
-    )
-    check("layer_norm", w.shape == b.shape == (width,) and out.shape[1] == width and width % 16 == 0, "one width, % 16")
+    expect(x.dtype == w.dtype == b.dtype == np.float32 and out.dtype == bfloat16, "float32 in, bfloat16 out")
+    expect(w.shape == b.shape == (width,) and out.shape[1] == width and width % 16 == 0, "one width, % 16")
     program.call("deltic_layer_norm", x, w, b, out, begin, n_rows, width, eps)
 
 
@@ -99,11 +99,10 @@ def bias_gelu(program: Program, x: Array, bias: Array, out: Array, *, n_rows: Ar
 
     x: float32 [R, W], W a multiple of 16; bias: float32 [W]; out: bfloat16 [R, W or more].
     """
+    expect = partial(check, "bias_gelu")
     width, stride = x.shape[1], out.shape[1]
-    check("bias_gelu", x.dtype == bias.dtype == np.float32 and out.dtype == bfloat16, "float32 in, bfloat16 out")
-    check(
-        "bias_gelu", bias.shape == (width,) and width % 16 == 0 and stride >= width, "one width, % 16, out no narrower"
-    )
+    expect(x.dtype == bias.dtype == np.float32 and out.dtype == bfloat16, "float32 in, bfloat16 out")
+    expect(bias.shape == (width,) and width % 16 == 0 and stride >= width, "one width, % 16, out no narrower")
     program.call("deltic_bias_gelu", x, bias, out, n_rows, width, stride, int(exact))
 
 
@@ -129,12 +128,11 @@ def patch_rows(
     x: float32 [R, H]; bias: float32 [H]; table: bfloat16 [side * side, H]; out: float32 [T, H]; H a multiple
     of 16.
     """
+    expect = partial(check, "patch_rows")
     width, side = x.shape[1], round(len(table) ** 0.5)
-    check(
-        "patch_rows", x.dtype == bias.dtype == out.dtype == np.float32 and table.dtype == bfloat16, "a bfloat16 table"
-    )
-    check("patch_rows", table.shape == (side * side, width) and width % 16 == 0, "a square table, width % 16 == 0")
-    check("patch_rows", bias.shape == (width,) and out.shape[1] == width, "one width")
+    expect(x.dtype == bias.dtype == out.dtype == np.float32 and table.dtype == bfloat16, "a bfloat16 table")
+    expect(table.shape == (side * side, width) and width % 16 == 0, "a square table, width % 16 == 0")
+    expect(bias.shape == (width,) and out.shape[1] == width, "one width")
     program.call("deltic_patch_rows", x, bias, table, side, *frames.arguments, begin, n_rows, width, out)
 
 
@@ -175,9 +173,8 @@ def patch_attention(
     Weights are rounded to bfloat16, relative to a running maximum over tiles of keys in order. Their sum is
     that of the rounded ones. Memory of the call does not grow with the frame.
     """
+    expect = partial(check, "patch_attention")
     memory.check("patch_attention")
-    check(
-        "patch_attention", out.dtype == bfloat16 and out.shape[1] == memory.heads * memory.dim, "bfloat16 [R, heads d]"
-    )
+    expect(out.dtype == bfloat16 and out.shape[1] == memory.heads * memory.dim, "bfloat16 [R, heads d]")
     arguments = (*frames.arguments, *memory.arguments, begin, n_rows)
     program.call("deltic_patch_attention", memory.query, *arguments, out)

@@ -14,6 +14,7 @@ and what no kernel of the step writes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -309,16 +310,13 @@ def code_attention(
     pages: bfloat16 [N, 2, nk, 16, d], this layer's part, any stride of frames; out: bfloat16 like proj, nq d
     wide. q, k, v are rounded to bfloat16.
     """
+    expect = partial(check, "frames")
     n_splits, n_rows, width = proj.shape
     cos, sin, n, group = weights.cos, weights.sin, state_slot.shape[0], heads.n_q // heads.n_kv
-    check("frames", width == heads.row and not heads.is_gated and proj.is_contiguous(), f"proj [S, rows, {heads.row}]")
-    check("frames", n_rows == (n if first else 2 * n), "one row a frame, two in the first pass")
-    check(
-        "frames",
-        pages.shape[1:] == (2, heads.n_kv, N_CODES, heads.dim) and pages.shape[0] >= n,
-        "pages of 16 positions",
-    )
-    check("frames", 2 * cos.shape[1] == heads.dim and cos.shape[0] >= N_CODES, "angles of 16 positions")
+    expect(width == heads.row and not heads.is_gated and proj.is_contiguous(), f"proj [S, rows, {heads.row}]")
+    expect(n_rows == (n if first else 2 * n), "one row a frame, two in the first pass")
+    expect(pages.shape[1:] == (2, heads.n_kv, N_CODES, heads.dim) and pages.shape[0] >= n, "pages of 16 positions")
+    expect(2 * cos.shape[1] == heads.dim and cos.shape[0] >= N_CODES, "angles of 16 positions")
     launch(
         _code_attention_kernel, (n, heads.n_kv), proj, weights.q_norm, weights.k_norm, cos, sin, state_slot, pages, out,
         weights.eps, heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
@@ -357,12 +355,10 @@ def keep_past(x: Tensor, state_slot: Tensor, past: Tensor) -> None:
     """past[state_slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], state slot int32 [N], past
     bfloat16 [state_slots, h].
     """
+    expect = partial(check, "frames")
     n, width = x.shape
-    check(
-        "frames", x.dtype == past.dtype == torch.bfloat16 and state_slot.shape == (n,),
-        "bfloat16 rows, a state slot for each",
-    )
-    check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
+    expect(x.dtype == past.dtype == torch.bfloat16 and state_slot.shape == (n,), "bfloat16 rows, a state slot for each")
+    expect(past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
     launch(
         _keep_kernel, (n,), x, state_slot, past, width, LANES=LANES, PIECES=pieces(width), num_warps=4,
     )

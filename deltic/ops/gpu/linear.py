@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -398,13 +399,11 @@ def _multiply(
 
 
 def _check_segment(segment: Segment, out: Tensor, k_slice: int, block_k: int) -> None:
-    check(
-        "linear", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels"
-    )
-    check("linear", k_slice % block_k == 0, f"slices of K in whole blocks of {block_k}")
-    check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
-    check(
-        "linear",
+    expect = partial(check, "linear")
+    expect(segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
+    expect(k_slice % block_k == 0, f"slices of K in whole blocks of {block_k}")
+    expect(out.stride(-1) == 1, "an out whose last dim is contiguous")
+    expect(
         segment.format.codes != "e4m3" or (block_k == k_block(k_slice) and segment.format.group % block_k == 0),
         f"blocks of {k_block(k_slice)} of e4m3, with one scale each",
     )
@@ -671,12 +670,10 @@ def product(x: Tensor, w: Matrix) -> Tensor:
 
     Raises KernelError for weights in panels.
     """
+    expect = partial(check, "linear")
     parts = []
     for segment in w.segments:
-        check(
-            "linear", segment.layout == "rows",
-            f"weights in rows; there is no kernel for {segment.format.name} in panels",
-        )
+        expect(segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
         if segment.format.codes == "bf16":
             rows = rows_of("linear", segment)
         else:

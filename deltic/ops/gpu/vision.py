@@ -16,6 +16,7 @@ side by side, the second padded with zeros: of 72 columns 64 and 16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -215,16 +216,13 @@ def pixel_patches(pixels: Tensor, table: Tensor, grid: PatchGrid, out: Tensor, *
     pixels: uint8, flat: [n_frames, height, width, 3], 1 or 2 frames, a frame alone standing twice; table:
     float32 [256, 3], the value of each level; out: bfloat16 [R, 1536].
     """
+    expect = partial(check, "pixel_patches")
     n_rows, width = out.shape
     _check_grid(grid, begin, n_rows)
     frame_bytes = grid.n * SIDE.value**2 * CHANNELS.value
-    check("pixel_patches", n_frames in (1, 2) and len(pixels) >= n_frames * frame_bytes, "all pixels of 1 or 2 frames")
-    check(
-        "pixel_patches", pixels.dtype == torch.uint8 and table.dtype == torch.float32, "uint8 pixels, a float32 table"
-    )
-    check(
-        "pixel_patches", width == CHANNELS.value * FRAMES.value * SIDE.value**2 and out.is_contiguous(), "out [R, 1536]"
-    )
+    expect(n_frames in (1, 2) and len(pixels) >= n_frames * frame_bytes, "all pixels of 1 or 2 frames")
+    expect(pixels.dtype == torch.uint8 and table.dtype == torch.float32, "uint8 pixels, a float32 table")
+    expect(width == CHANNELS.value * FRAMES.value * SIDE.value**2 and out.is_contiguous(), "out [R, 1536]")
     launch(
         _patches_kernel, (n_rows,), pixels, table, out, begin, grid.n, grid.columns, frame_bytes * (n_frames - 1),
         WIDTH=width, BLOCK=next_power_of_2(width), num_warps=4,
@@ -257,14 +255,12 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float, out: Tensor) -> None
 
 
 def _check_memory(memory: Tensor, dim: int) -> HeadColumns:
+    expect = partial(check, "vision")
     columns = HeadColumns.of(dim)
-    check("vision", dim % 8 == 0 and 16 <= dim <= MAX_VISION_DIM, f"heads of 16 to {MAX_VISION_DIM}, multiples of 8")
-    check(
-        "vision", memory.ndim == 4 and len(memory) == 3 and memory.shape[3] == columns.width,
-        "memory [3, heads, T, width]",
-    )
-    check("vision", memory.dtype == torch.bfloat16 and memory.is_contiguous(), "contiguous bfloat16 memory")
-    check("vision", memory.shape[2] % (2 * KEYS.value) == 0, f"room for a multiple of {2 * KEYS.value} patches")
+    expect(dim % 8 == 0 and 16 <= dim <= MAX_VISION_DIM, f"heads of 16 to {MAX_VISION_DIM}, multiples of 8")
+    expect(memory.ndim == 4 and len(memory) == 3 and memory.shape[3] == columns.width, "memory [3, heads, T, width]")
+    expect(memory.dtype == torch.bfloat16 and memory.is_contiguous(), "contiguous bfloat16 memory")
+    expect(memory.shape[2] % (2 * KEYS.value) == 0, f"room for a multiple of {2 * KEYS.value} patches")
     return columns
 
 
@@ -275,15 +271,13 @@ def patch_keys(qkv: Tensor, grid: PatchGrid, cos: Tensor, sin: Tensor, memory: T
     patch's row, pair d / 4 + i by its column, with the angle whose cos and sin are float32 [places, d / 4].
     memory: bfloat16 [3, heads, T, width], width of HeadColumns. Columns behind d are left, and must be zeros.
     """
+    expect = partial(check, "patch_keys")
     columns, heads = _check_memory(memory, dim), memory.shape[1]
     _check_grid(grid, begin, len(qkv))
-    check(
-        "patch_keys", qkv.dtype == torch.float32 and qkv.shape[1] == 3 * heads * dim and qkv.is_contiguous(),
-        "float32 qkv",
-    )
-    check("patch_keys", begin + len(qkv) <= memory.shape[2], "room for the piece")
-    check("patch_keys", cos.shape == sin.shape and cos.shape[1] == dim // 4, f"{dim // 4} angles a place")
-    check("patch_keys", max(grid.rows, grid.columns) <= len(cos), "angles of all places")
+    expect(qkv.dtype == torch.float32 and qkv.shape[1] == 3 * heads * dim and qkv.is_contiguous(), "float32 qkv")
+    expect(begin + len(qkv) <= memory.shape[2], "room for the piece")
+    expect(cos.shape == sin.shape and cos.shape[1] == dim // 4, f"{dim // 4} angles a place")
+    expect(max(grid.rows, grid.columns) <= len(cos), "angles of all places")
     launch(
         _keys_kernel, (len(qkv) // 16, 3 * heads), qkv, cos, sin, memory, begin, grid.n, grid.columns, memory.shape[2],
         HEADS=heads, D=dim, HALF_P2=next_power_of_2(dim // 2), WIDTH=columns.width, ROWS=16, num_warps=4,
@@ -297,14 +291,12 @@ def patch_attention(memory: Tensor, grid: PatchGrid, out: Tensor, *, begin: int,
 
     Weights are rounded to bfloat16, relative to a running maximum. Their sum is that of the rounded ones.
     """
+    expect = partial(check, "patch_attention")
     columns, heads = _check_memory(memory, dim), memory.shape[1]
     n_rows = len(out)
     _check_grid(grid, begin, n_rows)
-    check(
-        "patch_attention", out.dtype == torch.bfloat16 and out.shape[1] == heads * dim and out.is_contiguous(),
-        "out [R, heads d]",
-    )
-    check("patch_attention", max(begin + n_rows, grid.n) <= memory.shape[2], "room for all patches")
+    expect(out.dtype == torch.bfloat16 and out.shape[1] == heads * dim and out.is_contiguous(), "out [R, heads d]")
+    expect(max(begin + n_rows, grid.n) <= memory.shape[2], "room for all patches")
     main, tail, width, n = columns.main, columns.tail, columns.width, memory.numel() // columns.width
     rows = 128 if chip().multiplies_from_shared and n_rows % 128 == 0 else 64
     stages = chip().stages(2 * KEYS.value * 2 * width, 3, beside=2 * rows * (width + KEYS.value))
