@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.flags import add_some
 from bench.ops import best_s, find_shape
 from deltic.__main__ import finished
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.sweep import numbers
 from deltic.commands import settings
-from deltic.commands.flags import add_some
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import n_usable_cpus

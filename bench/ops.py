@@ -24,12 +24,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.flags import add_some
 from bench.ops_workload import MAX_DECODES, Workload, allocate
 from deltic.__main__ import finished
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.sweep import numbers
 from deltic.commands import settings
-from deltic.commands.flags import add_some
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.machine import n_usable_cpus
 from deltic.models.checkpoint import locate, model_name

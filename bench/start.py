@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from bench.flags import add_engine, add_model
 from deltic.__main__ import finished
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.endpoint import LocalServer, ServerFailed
-from deltic.commands.flags import add_engine, add_model
 from deltic.commands.settings import own_arguments
 from deltic.config import BUILT_IN, ConfigError
 

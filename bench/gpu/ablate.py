@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.flags import add_model, add_some
 from bench.gpu.experiment import parser, run_model
 from deltic.bench.gpu import GpuModel, decode, n_launches, need_gpu, runner_of, write_result
-from deltic.commands.flags import add_model, add_some
 from deltic.config import EngineConfig
 from deltic.ops.gpu.launch import Levers
 

@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
 from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name, write_result
 from deltic.bench.sweep import numbers
-from deltic.commands.flags import add_gpu_model
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.loading import COUNTED_ROWS

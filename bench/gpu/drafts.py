@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import planted
+from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
 from deltic.bench.gpu import GpuModel, decode, need_gpu, shape_name, write_result
 from deltic.bench.sweep import numbers
-from deltic.commands.flags import add_gpu_model
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.ops.gpu.launch import parse_levers

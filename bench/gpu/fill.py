@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
 from deltic.bench.gpu import need_gpu, shape_name, write_result
 from deltic.bench.provenance import checked
-from deltic.commands.flags import add_gpu_model
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine

@@ -19,7 +19,7 @@ from bench.gpu.experiment import run_model
 from bench.lora import random_adapter
 from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, replay_ms, shape_name, write_result
 from deltic.bench.sweep import numbers
-from deltic.commands.flags import bench_gpu
+from deltic.commands.flags import add_table
 from deltic.config import ConfigError, EngineConfig
 from deltic.ops.gpu.launch import parse_levers
 from deltic.runtime.adapters import AdapterRoom
@@ -81,7 +81,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    bench_gpu(flags)
+    add_table(flags, "bench gpu")
     flags.add_argument("--lora", dest="n_loras", type=int, default=16, metavar="N", help="adapters (default: 16)")
     flags.add_argument("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     run_model(flags, bench)

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
 from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name, write_result
 from deltic.bench.sweep import numbers
-from deltic.commands.flags import add_gpu_model
 from deltic.config import EngineConfig
 from deltic.ops.gpu.launch import parse_levers
 from deltic.runtime.gpu.text import GpuTextRunner
