@@ -28,7 +28,7 @@ class Planted:
     accept: float
     """The probability of a guess to be right, if those before are."""
     head: Any = None
-    """The draft head, if it guesses."""
+    """The draft head or block drafter, if it guesses."""
     is_free: bool = False
     """Whether there are guesses without a head, which cost nothing."""
 
@@ -39,7 +39,7 @@ class Planted:
         return getattr(self.runner, name)
 
     def step(self, step: Step) -> StepResult:
-        self.runner.draft_head = self.head
+        setattr(self.runner, head_of(self.runner), self.head)
         result: StepResult = self.runner.step(step)
         if self.is_free:
             result.guesses = [[] for _ in step.draws]
@@ -56,6 +56,11 @@ class Planted:
                 truth = answer[at + n : at + n + n_guesses]
                 result.guesses[i] = [id if self.rng.random() < self.accept else id + 1 for id in truth]
         return result
+
+
+def head_of(runner: Any) -> str:
+    """The attribute of a runner that guesses: one of the two, by its plan."""
+    return "draft_head" if runner.plan.drafter is None else "block_drafter"
 
 
 def decode(engine: Engine, prompts: Mapping[str, list[int]], answers: Mapping[str, list[int]]) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """What drafts bring on a GPU, by how often they are right: `python -m bench.gpu.drafts --accept 0,0.75`.
 
 Decodes whose drafts are right with these probabilities, beside decodes of a server without drafts. The steps
-are real, and so is the depth that the engine chooses; what is drawn is planted (planted.py). With the head's
-guesses, and with guesses that come from nowhere: what rows cost, and what the head.
+are real, and so is the depth that the engine chooses; what is drawn is planted (planted.py). With the guesses
+of the head, or of a block drafter (`--draft-model`), and with guesses that come from nowhere: what rows cost,
+and what the head.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def accept_rows(
 
     The first round, in which the engine learns what rows cost, does not count.
     """
-    head, found = runner.draft_head, []
+    name_of_head = planted.head_of(runner)
+    head, found = getattr(runner, name_of_head), []
     for accept in accepts:
         row: dict[str, Any] = {"n": n, "accept": accept}
         for name, own in (("head", head), ("free", None)):
@@ -55,7 +57,8 @@ def accept_rows(
             row[f"{name}_ms"] = [round(ms, 4) for ms, _ in measured]
             row[f"{name}_tokens_a_step"] = round(statistics.median(tokens for _, tokens in measured), 3)
         found.append(row)
-    runner.draft_head, runner.info.has_draft_head = head, head is not None
+    setattr(runner, name_of_head, head)
+    runner.info.has_draft_head = head is not None
     return found
 
 
@@ -105,7 +108,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_gpu_model(flags, "max_drafts")
+    add_gpu_model(flags, "max_drafts", "draft_model")
     text = "that a guess is right, if those before it are (default: 0,0.75)"
     flags.add_argument("--accept", default="0,0.75", metavar="P,P,...", help=text)
     flags.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")

@@ -97,6 +97,8 @@ class GpuModel:
         """
         gc.collect()
         torch.cuda.empty_cache()
+        if settings.get("max_drafts") == 0:
+            settings["draft_model"] = None
         config = replace(
             self.run.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, allow_cache_transfer=False, **settings
         )
@@ -113,7 +115,8 @@ class GpuModel:
         plan = make_plan(kind, model, free)
         with levers.bound():
             begin_compiling(plan, collect).wait(lambda stage, done: None)
-            runner = gpu.text_runner(plan, self.device.devices, self.weights)
+            drafter = model.load_drafter(self.device.store(plan))[0]
+            runner = gpu.text_runner(plan, self.device.devices, self.weights, drafter=drafter)
         runner.info = msgspec.structs.replace(runner.info, prefix_cache=False)
         return Engine(runner)
 

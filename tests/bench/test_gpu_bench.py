@@ -32,6 +32,7 @@ from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
+from tests.gpu.test_gpu_block_drafter import small
 from tests.gpu.test_gpu_drafts import build
 from tests.gpu.test_gpu_lora import runner as adapted_runner
 from tests.tiny import tiny_checkpoint
@@ -130,17 +131,17 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
 @pytest.mark.long
 def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a head and without one, more tokens a step the likelier they are right; the runner is as it was then."""
-    runner = build("dense")
-    own = runner.draft_head
     draw = Random(0)
     prompts, answers = ({"0": draw.choices(range(200), k=k)} for k in (4, 6))  # nothing repeats itself
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-    sure, never = drafts.accept_rows(runner, 1, [1.0, 0.0], prompts, answers, 1)
-    for name in ("head", "free"):
-        assert 1.0 == never[f"{name}_tokens_a_step"] < sure[f"{name}_tokens_a_step"]
-        assert len(sure[f"{name}_ms"]) == 1
-    assert runner.draft_head is own is not None and runner.info.has_draft_head
+    for runner in (build("dense"), small()):  # with a draft head, and with a block drafter
+        own = runner.draft_head or runner.block_drafter
+        sure, never = drafts.accept_rows(runner, 1, [1.0, 0.0], prompts, answers, 1)
+        for name in ("head", "free"):
+            assert 1.0 == never[f"{name}_tokens_a_step"] < sure[f"{name}_tokens_a_step"]
+            assert len(sure[f"{name}_ms"]) == 1
+        assert (runner.draft_head or runner.block_drafter) is own is not None and runner.info.has_draft_head
     asked: list[int] = []
 
     def engine(levers: object, n: int, max_drafts: int = 0) -> SimpleNamespace:
