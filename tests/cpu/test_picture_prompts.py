@@ -21,6 +21,8 @@ from deltic.engine.scheduler import RequestError
 from deltic.models.fields import CheckpointError
 from deltic.models.packed import pack_model
 from deltic.models.vision.pixels import Patches, PictureRules
+from deltic.ops.cpu.index import GROUP
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
@@ -273,6 +275,22 @@ def test_a_prompt_has_more_pictures_than_the_pool() -> None:
     expected = cold(max_picture_tokens=256)
     run(expected, request("many", *parts))
     same_answers(watched, expected, "many")
+
+
+def test_the_heads_index_is_the_same_in_any_company() -> None:
+    """Keys of groups of the draft head's layer, in and behind pictures, which guesses are made of."""
+    parts = ["abcde", picture(5, 6, 1), "x", picture(2, 3, 2)]
+
+    def keys_of(*company: Request) -> set[bytes]:
+        runner = build("flash", max_drafts=4)
+        run(Watched(runner), *company, request("a", *parts, max_tokens=12))
+        index = runner.memory.index_pages
+        assert index is not None
+        groups = index[:, -1, PAGE_SIZE:].reshape(len(index), -1, PAGE_SIZE // GROUP, 2).swapaxes(1, 2)
+        return {group.tobytes() for group in groups.reshape(-1, groups.shape[2] * 2)}
+
+    alone, others = keys_of(), [request("b", "See ", picture(3, 4, 3), "and say.", max_tokens=12)]
+    assert len(alone) > 12 and alone <= keys_of(*others)
 
 
 def test_drafts_change_no_bit() -> None:

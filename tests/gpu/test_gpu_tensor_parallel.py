@@ -155,6 +155,7 @@ def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunne
     [
         ("dense", "bf16"),
         pytest.param("moe", "bf16", marks=pytest.mark.long),
+        pytest.param("flash", "bf16", marks=pytest.mark.long),
         pytest.param("dense", "fp8", marks=pytest.mark.long),
     ],
 )

@@ -39,6 +39,8 @@ ALLOWED = {
     "runtime/gpu/ahead.py:wait": AFTER_EVENT,
     "runtime/gpu/ahead.py:keep": ON_DEVICE,
     "runtime/gpu/copies.py:end": "in the mover's thread",
+    "runtime/gpu/block_drafter.py:__init__": START,
+    "runtime/gpu/block_drafter.py:read": HOST,
     "runtime/gpu/draft_head.py:__init__": START,
     "runtime/gpu/draft_head.py:read": HOST,
     "runtime/gpu/pictures.py:_put": ON_DEVICE,

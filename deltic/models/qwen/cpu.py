@@ -402,6 +402,15 @@ class Angles:
             self._next = made.stop
         return in_picture
 
+    def fill_groups(self, out: Array, own: Array, prompt: PromptPositions, start: int) -> None:
+        """Writes the rows of the first tokens of the groups that tokens from `start` on are counted to, int32
+        [n]. own: the rows of these tokens.
+        """
+        before = np.empty(start % GROUP, np.int32)  # a group may have begun in an earlier chunk
+        self.fill(before, prompt, start - len(before), start)
+        rows = np.concatenate([before, own])
+        out[:] = np.repeat(rows[::GROUP], GROUP)[len(before) :][: len(own)]
+
 
 class Qwen:
     """The weights in the form the operators read, and the recording of a forward over given buffers."""

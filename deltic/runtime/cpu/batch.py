@@ -145,10 +145,7 @@ class Batch:
         inputs, start = self.inputs, chunk.start
         self.angles.fill(inputs.angles[at:end], prompt, start, start + chunk.length)
         if inputs.group_angles is not None:
-            before = np.empty(start % GROUP, np.int32)  # a group may have begun in an earlier chunk
-            self.angles.fill(before, prompt, start - len(before), start)
-            angles = np.concatenate([before, inputs.angles[at:end]])
-            inputs.group_angles[at:end] = np.repeat(angles[::GROUP], GROUP)[len(before) :][: chunk.length]
+            self.angles.fill_groups(inputs.group_angles[at:end], inputs.angles[at:end], prompt, start)
         for begin, ids in row_ids(chunk):
             self.inputs.token_ids[at + begin : at + begin + len(ids)] = ids
 

@@ -72,6 +72,8 @@ class DraftHead:
         self._rows, self._n_streams = {name: buffer(name, n_rows) for name in names}, shape.n_streams
         self._seqs = {name: buffer(name, n_batch_slots) for name in ("seq_context", "batch_slot")}
         self._seq_start = buffer("seq_start", n_batch_slots + 1)
+        self._shifts = np.zeros(n_batch_slots, np.int32)
+        """Shifts from positions to angles behind the pictures of the prompts of guesses."""
         n_ids = min(n_real, self.buffers.logits.shape[1])
         self._draws = Draws(n_batch_slots, n_ids, shape.eos_token_ids, allocate, "guess")
         self._guessed = buffer("guesses", n_batch_slots)
@@ -212,16 +214,23 @@ class DraftHead:
         """
         n = len(left)
         if n < self._counts[0]:
-            kept = *self._rows.values(), *self._seqs.values(), self._guessed, self.buffers.hidden.view(np.uint16)
+            kept = (
+                *self._rows.values(),
+                *self._seqs.values(),
+                self._guessed,
+                self._shifts,
+                self.buffers.hidden.view(np.uint16),
+            )
             for each in kept:
                 each[:n] = each[left]
             self._count(n, n)
         self._rows["token_ids"][:n] = self._guessed[:n]
         self._rows["positions"][:n] += 1
-        # Behind a text's token. A prompt that ends in a picture is guessed on from another row.
-        self._rows["angles"][:n] = np.minimum(self._rows["angles"][:n] + 1, self._last_angle)
+        positions = self._rows["positions"][:n]
+        self._rows["angles"][:n] = angles = np.minimum(positions + self._shifts[:n], self._last_angle)
+        if (groups := self._rows.get("group_angles")) is not None:
+            groups[:n] = np.where(positions % GROUP == 0, angles, groups[:n])
         self._seqs["seq_context"][:n] += 1
-        self._fill_groups(n)
 
     def _fill(self, chunks: list[tuple[Sequence, int, list[int]]]) -> None:
         """Writes what the head runs: of a sequence, from a position on, the ids behind. The hidden states are
@@ -231,31 +240,31 @@ class DraftHead:
         n, n_seqs = int(ends[-1]), len(chunks)
         self._rows["token_ids"][:n] = [id for _, _, ids in chunks for id in ids]
         self._rows["positions"][:n] = [start + i for _, start, ids in chunks for i in range(len(ids))]
-        self._rows["angles"][:n] = self._rows["positions"][:n]
+        positions, angles, groups = (self._rows.get(name) for name in ("positions", "angles", "group_angles"))
+        assert positions is not None and angles is not None
+        angles[:n] = positions[:n]
+        if groups is not None:
+            groups[:n] = positions[:n] - positions[:n] % GROUP
+        self._shifts[:n_seqs] = 0
         if self.angles is not None:
             self.angles.begin()
-            for (sequence, start, ids), end in zip(chunks, ends, strict=True):
+            for i, ((sequence, start, ids), end) in enumerate(zip(chunks, ends, strict=True)):
                 assert sequence.batch_slot is not None
                 if (prompt := self._batch.positions_in(sequence.batch_slot)) is not None:
-                    self.angles.fill(self._rows["angles"][end - len(ids) : end], prompt, start, start + len(ids))
+                    some = slice(end - len(ids), end)
+                    self._shifts[i] = prompt.shift
+                    self.angles.fill(angles[some], prompt, start, start + len(ids))
+                    if groups is not None:
+                        self.angles.fill_groups(groups[some], angles[some], prompt, start)
         self._rows["token_batch_slot"][:n] = [sequence.batch_slot for sequence, _, ids in chunks for _ in ids]
         self._seq_start[1 : n_seqs + 1] = ends
         self._seqs["seq_context"][:n_seqs] = [start for _, start, _ in chunks]
         self._seqs["batch_slot"][:n_seqs] = [sequence.batch_slot for sequence, _, _ in chunks]
         self._count(n, n_seqs)
-        self._fill_groups(n)
 
     def _count(self, n: int, n_seqs: int) -> None:
         self._counts[:] = n, n_seqs
         self.buffers.n_pairs[...] = n * self._n_streams
-
-    def _fill_groups(self, n: int) -> None:
-        """Angles of the first tokens of rows' groups, as of a text: a guess in front of a picture may be
-        worse.
-        """
-        if "group_angles" in self._rows:
-            firsts = self._rows["angles"][:n] - self._rows["positions"][:n] % GROUP
-            self._rows["group_angles"][:n] = np.maximum(firsts, 0)
 
 
 def _grouped(ready: list[_Rows], n_rows: int) -> Iterator[list[_Rows]]:
