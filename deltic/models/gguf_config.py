@@ -103,13 +103,8 @@ _TOWER = {
 """Values in the file of a vision tower that is run."""
 
 _CHANGES = (
-    "attention.sliding_window",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_parallel_residual",
+    *("attention.sliding_window", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "use_parallel_residual"),
 )
 """Keys that other architectures have, and that would change the mathematics."""
 

@@ -20,16 +20,8 @@ from deltic.models.stored import StoredTensor, in_ngram_table
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 
 _COMPANIONS = {
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_scale_2",
-    "weight_global_scale",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
-    "qzeros",
-    "scales",
-    "g_idx",
+    *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
+    *("weight_shape", "weight_g_idx", "qzeros", "scales", "g_idx"),
 }
 
 _UNUSED = {

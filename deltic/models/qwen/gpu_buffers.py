@@ -138,14 +138,7 @@ def decode_buffers(
     n_partials = [k_splits(h, k) for k in widths if k]
     moe = None
     if shape.is_moe:
-        moe = moe_scratch(
-            n_rows,
-            shape.n_experts,
-            shape.n_experts_per_tok,
-            shape.moe_intermediate_size,
-            shape.shared_intermediate_size,
-            allocate,
-        )
+        moe = moe_scratch(n_rows, *_mixture(shape), allocate)
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
         rows=rows,
@@ -163,6 +156,12 @@ def decode_buffers(
         index=_index(shape, n_rows, max_len, allocate, "decode"),
         features=_features(shape, n_rows, allocate, "decode"),
     )
+
+
+def _mixture(shape: ModelShape) -> tuple[int, int, int, int]:
+    """Experts, those of a token, and the widths of a routed one and of the shared one."""
+    widths = shape.moe_intermediate_size, shape.shared_intermediate_size
+    return shape.n_experts, shape.n_experts_per_tok, *widths
 
 
 def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
@@ -197,16 +196,7 @@ def prefill_buffers(
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     moe = None
     if shape.is_moe:
-        moe = moe_prefill_scratch(
-            t,
-            h,
-            shape.n_experts,
-            shape.n_experts_per_tok,
-            shape.moe_intermediate_size,
-            shape.shared_intermediate_size,
-            allocate,
-            has_e4m3="e4m3" in codes,
-        )
+        moe = moe_prefill_scratch(t, h, *_mixture(shape), allocate, has_e4m3="e4m3" in codes)
     many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size), *further]
     many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
     widest = [shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size]

@@ -420,19 +420,10 @@ def rotary_frequencies(n: int, theta: float, yarn: YarnScaling | None) -> list[f
     return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
 
 
-HOW_IT_RUNS = frozenset(
-    (
-        "shares_experts",
-        "formats",
-        "tiled_value_heads",
-        "has_draft_head",
-        "kv_cache_dtype",
-        "state_dtype",
-        "head_rows",
-        "most_drafted",
-        "feature_layers",
-    )
-)
+HOW_IT_RUNS = {
+    *("shares_experts", "formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype"),
+    *("head_rows", "most_drafted", "feature_layers"),
+}
 """Fields of a shape that say how a model is stored or run, not what it is."""
 
 

@@ -60,14 +60,8 @@ def vocoder_shape(tokenizer: Mapping[str, object]) -> VocoderShape:
     only(fields, "upsampling_ratios", ([2, 2], (2, 2)))
     only(fields, "upsample_rates", ([8, 5, 4, 3], (8, 5, 4, 3)))
     names = (
-        "latent_dim",
-        "codebook_dim",
-        "codebook_size",
-        "hidden_size",
-        "intermediate_size",
-        "head_dim",
-        "sliding_window",
-        "decoder_dim",
+        *("latent_dim", "codebook_dim", "codebook_size", "hidden_size", "intermediate_size"),
+        *("head_dim", "sliding_window", "decoder_dim"),
     )
     return VocoderShape(
         **dict[str, Any]({name: positive_int(fields, name) for name in names}),
