@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.models.dflash.shape import DrafterShape
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
@@ -22,6 +23,7 @@ from deltic.ops.gpu.launch import Levers
 from deltic.runtime import plan as planner
 from deltic.runtime.cpu import device as cpu
 from deltic.runtime.gpu import device as gpu
+from deltic.runtime.model import FoundDrafter
 from deltic.runtime.plan import Kind, SpeechKind
 from tests.planned import planned
 
@@ -55,6 +57,15 @@ FIELDS = ("n_pages", "n_checkpoints", "max_num_seqs", "max_model_len", "max_step
           "vocoder_bytes", "workspace_bytes", "total_bytes", "budget_bytes", "n_threads")  # fmt: skip
 
 
+def drafter_of(shape: Any) -> FoundDrafter:
+    """A block drafter as wide as a model of this shape, of as much as a third of its weights."""
+    own = {"mask_token_id": 100, "target_layer_ids": [1, 5, 9, 13, 17]}
+    sizes = {"hidden_size": shape.hidden_size, "intermediate_size": 3 * shape.hidden_size, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": shape.vocab_size}
+    config = {"architectures": ["DFlashDraftModel"], "dflash_config": own, **sizes, **heads}
+    return FoundDrafter(Path(), DrafterShape.from_config(config))
+
+
 def cases() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, int]]:
     """Names of plans, and what makes them: kind, shape, settings, bytes that are free."""
     for named, (kind, shapes, formats) in KINDS.items():
@@ -73,11 +84,19 @@ def cases() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, int]]:
                     yield f"{named} {name} {budget} GB {said}", kind, shape, config, budget * GB
 
 
-def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int) -> str:
+def cases_with_drafters() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, int]]:
+    """The same of models on a CPU with a block drafter."""
+    for name in ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b"):
+        for budget in BUDGETS_GB:
+            config = EngineConfig(dummy=name, threads=2)
+            yield f"cpu text {name} with a drafter {budget} GB", cpu.Cpu.text, PUBLISHED[name], config, budget * GB
+
+
+def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int, **parts: Any) -> str:
     """A plan in one line, or why there is none. The buffers of a step are in it by a hash of their names and sizes."""
     n_real = shape.n_drawn if isinstance(kind, SpeechKind) else shape.vocab_size
     try:
-        made = planned(config, shape, kind, n_real, free_bytes, HOST_FREE_BYTES)
+        made = planned(config, shape, kind, n_real, free_bytes, HOST_FREE_BYTES, **parts)
     except (ConfigError, CheckpointError, UnsupportedModelError) as error:
         return f"{type(error).__name__}: {error}"
     buffers = json.dumps(made.workspace, sort_keys=True).encode()
@@ -87,7 +106,9 @@ def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int) 
 
 def all_plans() -> dict[str, str]:
     with mock.patch.object(planner, "memory_bound", lambda: ""):
-        return {case: plan_of(*made) for case, *made in cases()}
+        plans = {case: plan_of(*made) for case, *made in cases()}
+        with_drafters = cases_with_drafters()
+        return plans | {case: plan_of(*made, drafter=drafter_of(made[1])) for case, *made in with_drafters}
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ class TextModel(Model[ModelShape]):
         else:
             shape = self.cuts[0].whole if self.cuts else self.shape
             check_weights(self.directory, shape, self.config.rounded, store)
+        self.load_drafter(store)
 
 
 @dataclass(frozen=True, kw_only=True)

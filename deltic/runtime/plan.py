@@ -251,9 +251,14 @@ class Plan(Generic[S]):
         return self.host_bytes // self.host_page_bytes
 
     @property
+    def fixed_bytes(self) -> int:
+        """Bytes of all weights and of the workspace."""
+        weights = self.weight_bytes + self.vocoder_bytes + self.tower_bytes + self.drafter_bytes
+        return weights + self.workspace_bytes
+
+    @property
     def total_bytes(self) -> int:
-        fixed = self.weight_bytes + self.vocoder_bytes + self.tower_bytes + self.workspace_bytes + self.slots_bytes
-        return fixed + self.drafter_bytes + self.pages_bytes + self.host_bytes
+        return self.fixed_bytes + self.slots_bytes + self.pages_bytes + self.host_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -463,6 +468,7 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
     if config.n_pages is None:
         n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // page_cost(plan))
         plan = replace(plan, n_pages=n_pages)
+    assert plan.n_pages >= pages_for(plan.max_model_len), "one sequence has fitted so far"
     free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
     return replace(plan, host_bytes=kind.host_bytes(plan, config, max(0, free - plan.ngram_bytes)))
 
@@ -611,7 +617,7 @@ def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Pla
     if config.n_pages is not None and not kind.on_gpu:
         # No more beside them than a plan of that size would have; a GPU's memory is for nobody else.
         share = min(share, plan.pages_bytes // (CACHE_SHARE - 1))
-    n_checkpoints = min(kind.max_checkpoints, share // plan.state_bytes)
+    n_checkpoints = max(0, min(kind.max_checkpoints, share // plan.state_bytes))
     if n_checkpoints < 1 <= plan.spare_bytes // plan.state_bytes:
         n_checkpoints = 1  # without any there are no hits
     return replace(plan, n_checkpoints=n_checkpoints)
@@ -690,11 +696,12 @@ def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
         sizes += f", draft model {plan.drafter_bytes / 1e9:.1f} GB"
     if plan.vocoder_bytes:
         sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
-    sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"
     needed = plan.total_bytes - plan.pages_bytes + plan.sequence_bytes
     if plan.workspace_bytes >= TOO_MUCH:
-        sizes = f"weights alone take {plan.weight_bytes / 1e9:.1f} GB"
+        sizes += f" alone, with buffers of more than {LARGEST_BUFFER / 1e9:.0f} GB each"
         needed -= plan.workspace_bytes
+    else:
+        sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"
     n_gb = math.ceil((needed + kind.reserve_bytes) / kind.free_share / 1e9)
     smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
     first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")

@@ -12,21 +12,25 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.cache.cache import pages_for
 from deltic.engine.drafts import HEAD, Drafter, Drafting
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Step, StepResult
-from deltic.models.dflash.weights import load_drafter
+from deltic.models.dflash.weights import drafter_bytes, load_drafter, stored_drafter
 from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.loading import COUNTED
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights, stored_shape
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.runtime.build import build_runner
+from deltic.runtime.build import build_runner, plan_of, settle
 from deltic.runtime.cpu.block_drafter import LEAST_CHANCE
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
+from tests import tiny_drafter as tiny_drafter_module
 from tests.cpu.test_reference import prompt
 from tests.drafted import Schedule, requests
 from tests.heads import run, sequence
@@ -378,6 +382,47 @@ def test_in_one_directory(tmp_path: Path) -> None:
     plan = runner.plan
     assert plan.page_bytes == plan.shape.page_bytes() + plan.drafter.page_bytes
     assert plan.drafter_bytes == load_drafter(path / "draft_model", plan.drafter, None)[0].n_bytes
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_quantised_drafter_takes_what_was_planned(prefix: str, tmp_path: Path) -> None:
+    write_drafter(tmp_path, "dflash", prefix=prefix)
+    stored = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = tensor
+        if "proj" in name:
+            stored[name] = (100 * tensor.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = torch.full([-(-n // 128) for n in tensor.shape], 0.01)
+    save_file(stored, tmp_path / "model.safetensors")
+    shape = stored_drafter(tmp_path)
+    for quantize in (None, "int4"):
+        loaded = load_drafter(tmp_path, shape, quantize)[0]
+        assert loaded.n_bytes == drafter_bytes(shape, quantize)
+
+
+def test_a_plan_looks_at_its_files(tmp_path: Path) -> None:
+    """As serving does."""
+    write_drafter(tmp_path, "dflash")
+    config = EngineConfig(model=str(tiny_checkpoint("dense")), draft_model=str(tmp_path), max_drafts=8)
+    settle(config, Cpu()).check_files(COUNTED)
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight' has the wrong shape"):
+        settle(config, Cpu()).check_files(COUNTED)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file here"):
+        settle(config, Cpu()).check_files(COUNTED)
+
+
+def test_a_drafter_larger_than_its_model_leaves_room_for_a_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any setting of memory."""
+    monkeypatch.setattr(tiny_drafter_module, "FFN", 20480)
+    write_drafter(tmp_path, "dflash")
+    config = EngineConfig(model=str(tiny_checkpoint("dense")), draft_model=str(tmp_path), threads=1)
+    plan = plan_of(settle(config, Cpu()), Cpu(), 8 << 30)
+    assert plan.drafter_bytes > 60e6 and plan.n_checkpoints > 0 and plan.n_pages > 2 * pages_for(plan.max_model_len)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

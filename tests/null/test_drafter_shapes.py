@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import published_shape
 
 LAYERS: dict[str, Any] = {
     "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17408,
@@ -88,7 +90,16 @@ def test_speculators_count_what_comes_into_a_layer() -> None:
     (DFLASH, {"layer_types": ["sliding_attention"] * 5}, "'sliding_window'"),
     (DFLASH, {"block_size": 64}, "'block_size': found 64; supported: 2 to 32"),
     (DFLASH, {"num_key_value_heads": 5}, "'num_attention_heads'"),
+    (DFLASH, {"num_attention_heads": 64, "num_key_value_heads": 1}, "'num_attention_heads / num_key_value_heads'.*at most 32"),
+    (DFLASH, {"head_dim": 48}, "'head_dim': found 48; supported: a multiple of 32, at most 256"),
+    (DFLASH, {"head_dim": 288}, "'head_dim'"),
+    (DFLASH, {"architectures": [["DFlashDraftModel"]]}, "'architectures'"),
     (DFLASH, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'rope_type'.*default or yarn"),
+    (DFLASH, {"rope_scaling": [1]}, "'rope_scaling'.*an object"),
+    (DFLASH, {"rope_theta": 0}, "'rope_theta': found 0"),
+    (DFLASH, {"partial_rotary_factor": 0.5}, "'partial_rotary_factor'"),
+    (DFLASH, {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "'rope_parameters'.*one rotation for all layers"),
+    (DSPARK, {"rope_theta": 1.0}, "'rope_theta': found 1.0; supported: over 1 with YaRN"),
     (DFLASH, {"attention_sink_bias": True}, "'attention_sink_bias'"),
     (DFLASH2, {"dflash_config": DFLASH2["dflash_config"] | {"conv_group_size": 24}}, "'conv_group_size'"),
     (DFLASH2, {"dflash_config": DFLASH2["dflash_config"] | {"selector_top_k": 65}}, "'selector_top_k'"),
@@ -99,3 +110,10 @@ def test_speculators_count_what_comes_into_a_layer() -> None:
 def test_what_is_refused(config: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
         DrafterShape.from_config(config | changes)
+
+
+def test_a_model_over_several_streams_has_none() -> None:
+    drafter, target = DrafterShape.from_config(DFLASH), published_shape("qwen3.5-27b")
+    drafter.check_target(target)
+    with pytest.raises(UnsupportedModelError, match="draft model: hc_count"):
+        drafter.check_target(replace(target, n_streams=4))

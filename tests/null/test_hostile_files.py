@@ -24,11 +24,13 @@ from hypothesis import HealthCheck, given, settings
 from deltic.config import EngineConfig
 from deltic.engine.messages import MAX_BIASES
 from deltic.models.checkpoint import DEMO, n_real_ids
+from deltic.models.dflash.shape import DrafterShape
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import MAX_END_IDS, ModelShape
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
 from deltic.text import SamplingDefaults, Tokenizer, TokenizerError
+from tests.null.test_drafter_shapes import DFLASH, DFLASH2, DSPARK, SPECULATORS
 from tests.tiny_config import tiny_config
 
 REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError)
@@ -92,6 +94,18 @@ def test_config(config: Any) -> None:
         except (CheckpointError, UnsupportedModelError):
             return
         assert shape.state_bytes > 0 and shape.n_layers < 10_000
+        assert all(math.isfinite(frequency) for frequency in shape.inv_freq())
+
+
+@settings(deadline=2000, max_examples=400, suppress_health_check=list(HealthCheck))
+@given(st.one_of(*(mutated(config) for config in (DFLASH, DFLASH2, DSPARK, SPECULATORS))))
+def test_config_of_a_block_drafter(config: Any) -> None:
+    if isinstance(config, dict):
+        try:
+            shape = DrafterShape.from_config(config)
+        except UnsupportedModelError:
+            return
+        assert shape.page_bytes > 0 and shape.most_guesses > 0 and len(shape.windows) == len(shape.are_causal)
         assert all(math.isfinite(frequency) for frequency in shape.inv_freq())
 
 

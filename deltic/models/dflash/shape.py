@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.models.fields import (
     MAX_LAYERS,
     UnsupportedModelError,
+    json_table,
     only,
     positive_float,
     positive_int,
@@ -25,7 +26,7 @@ from deltic.models.fields import (
     refuse_limits,
 )
 from deltic.models.qwen.shape import FULL_ATTENTION, ModelShape, YarnScaling, rotary_frequencies, yarn_scaling
-from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHeads
 
 if TYPE_CHECKING:
     from deltic.ops.formats import WeightFormat
@@ -153,10 +154,12 @@ class DrafterShape:
             raise UnsupportedModelError(error.field, error.found, error.supported, str(file)) from None
 
     def _check(self) -> None:
-        group, rest = divmod(self.n_q_heads, self.n_kv_heads)
+        (group, rest), dim = divmod(self.n_q_heads, self.n_kv_heads), self.head_dim
         refuse_limits(
             (
                 ("num_attention_heads", self.n_q_heads, not rest and group > 0, "a multiple of num_key_value_heads"),
+                ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
+                ("head_dim", dim, dim % 32 == 0 and dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
                 ("hidden_size", self.hidden_size, self.hidden_size % 32 == 0, "a multiple of 32"),
                 ("intermediate_size", self.intermediate_size, self.intermediate_size % 32 == 0, "a multiple of 32"),
                 ("block_size", self.block_size, 2 <= self.block_size <= MAX_BLOCK, f"2 to {MAX_BLOCK}"),
@@ -208,29 +211,34 @@ class DrafterShape:
 def is_drafter(directory: Path) -> bool:
     """Returns whether a directory holds a block drafter. Raises CheckpointError for a broken config.json."""
     file = directory / "config.json"
-    names = read_json(file).get("architectures") if file.is_file() else None
-    return isinstance(names, list) and any(name in _ARCHITECTURES for name in names)
+    return file.is_file() and _kind_of_architecture(read_json(file)) is not None
+
+
+def _kind_of_architecture(config: Mapping[str, object]) -> str | None:
+    names = config.get("architectures")
+    known = (_ARCHITECTURES.get(name) for name in names if isinstance(name, str)) if isinstance(names, list) else ()
+    return next(filter(None, known), None)
 
 
 def _kind(config: Mapping[str, object]) -> str:
     kind = config.get("speculators_model_type")
-    if kind in ("dflash", "dflash2", "dspark"):
-        return str(kind)
-    names = config.get("architectures")
-    for name in names if isinstance(names, list) else ():
-        if name in _ARCHITECTURES:
-            return _ARCHITECTURES[name]
-    raise UnsupportedModelError("architectures", names, f"a block drafter: {', '.join(_ARCHITECTURES)}")
+    if kind not in ("dflash", "dflash2", "dspark"):
+        kind = _kind_of_architecture(config)
+    if kind is None:
+        supported = f"a block drafter: {', '.join(_ARCHITECTURES)}"
+        raise UnsupportedModelError("architectures", config.get("architectures"), supported)
+    return str(kind)
 
 
 def _rope(text: Mapping[str, object]) -> dict[str, object]:
     """Fields of the rotation, which stand at the top, in rope_scaling or in rope_parameters."""
-    rope: dict[str, object] = {"rope_theta": text["rope_theta"]} if text.get("rope_theta") else {}
+    rope = {name: text.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     for name in ("rope_scaling", "rope_parameters"):
-        fields = text.get(name)
-        rope |= (
-            {key: value for key, value in fields.items() if value is not None} if isinstance(fields, Mapping) else {}
-        )
+        fields = json_table(text, name) if text.get(name) is not None else {}
+        by_type = [key for key, value in fields.items() if isinstance(value, Mapping)]
+        refuse_limits([(name, by_type, not by_type, "one rotation for all layers")])
+        rope |= {key: value for key, value in fields.items() if value is not None}
+    rope = {key: value for key, value in rope.items() if value is not None}
     only({"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}, "partial_rotary_factor", (1.0,))
     return rope
 

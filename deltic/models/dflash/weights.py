@@ -5,7 +5,6 @@ Embedding and head are the target's; copies of them are not read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from deltic.models.dflash.shape import DrafterShape
 from deltic.models.loading import (
     COUNTED,
     HOST,
+    Counted,
     Declaration,
     Mlp,
     Parts,
@@ -26,8 +26,8 @@ from deltic.models.loading import (
     copy_parts,
     fill_dummy,
     open_tensors,
-    stored_formats,
 )
+from deltic.models.stored import StoredTensor, formats_of
 from deltic.ops.arrays import Array
 from deltic.ops.matrix import Matrix
 
@@ -101,28 +101,28 @@ class DrafterWeights(Parts):
     confidence: Confidence | None = None
 
 
-def declare_drafter(d: Declaration, shape: DrafterShape, p: str = "") -> DrafterWeights:
-    """The weights. p: how all names begin."""
+def declare_drafter(d: Declaration, shape: DrafterShape) -> DrafterWeights:
+    """Declares the weights."""
     h, rank = shape.hidden_size, shape.selector_rank or shape.markov_rank
     weights = DrafterWeights(
-        fc=d.matrix(len(shape.target_layer_ids) * h, Stored(f"{p}fc.weight", (h,))),
-        hidden_norm=d.vector(f"{p}hidden_norm.weight", h, minus=1.0),
-        layers=[_declare_layer(d, shape, f"{p}layers.{i}.") for i in range(shape.n_layers)],
-        norm=d.vector(f"{p}norm.weight", h, minus=1.0),
+        fc=d.matrix(len(shape.target_layer_ids) * h, Stored("fc.weight", (h,))),
+        hidden_norm=d.vector("hidden_norm.weight", h, minus=1.0),
+        layers=[_declare_layer(d, shape, f"layers.{i}.") for i in range(shape.n_layers)],
+        norm=d.vector("norm.weight", h, minus=1.0),
     )
     if shape.selector_rank:
-        s = f"{p}candidate_selector."
+        s = "candidate_selector."
         weights.selector = Selector(
             predecessor=d.table(f"{s}predecessor_codebook", shape.vocab_size, rank),
             successor=d.table(f"{s}successor_codebook", shape.vocab_size, rank),
             projection=d.matrix(h, Stored(f"{s}hidden_projection.weight", (rank,)), role="kept"),
         )
     if shape.markov_rank:
-        m = f"{p}markov_head.markov_w"
+        m = "markov_head.markov_w"
         before = d.table(f"{m}1.weight", shape.vocab_size, rank)
         weights.markov = Markov(before, d.matrix(rank, Stored(f"{m}2.weight", (shape.vocab_size,))))
     if shape.has_confidence:
-        width, c = h + rank * shape.confidence_sees_token, f"{p}confidence_head.proj."
+        width, c = h + rank * shape.confidence_sees_token, "confidence_head.proj."
         weight = d.vector(f"{c}weight", width, shape=(1, width))
         weights.confidence = Confidence(weight, d.vector(f"{c}bias", 1))
     return weights
@@ -153,8 +153,9 @@ def _declare_conv(d: Declaration, shape: DrafterShape, p: str) -> BlockConv:
     )
 
 
-def _prefix_in(names: Collection[str]) -> str:
-    return "model." if "model.fc.weight" in names else ""
+def _stored(directory: Path) -> dict[str, StoredTensor]:
+    """Opens what is stored, by names without the prefix that some have."""
+    return {name.removeprefix("model."): tensor for name, tensor in open_tensors(directory, _TARGETS).items()}
 
 
 def stored_drafter(directory: Path) -> DrafterShape:
@@ -164,7 +165,7 @@ def stored_drafter(directory: Path) -> DrafterShape:
     shape = DrafterShape.from_directory(directory)
     if not any(directory.glob("*.safetensors")):
         return shape  # a configuration alone: of random weights
-    return replace(shape, formats=stored_formats(directory, _TARGETS))
+    return replace(shape, formats=formats_of(_stored(directory)))
 
 
 def drafter_bytes(shape: DrafterShape, quantize: str | None, store: Store = COUNTED) -> int:
@@ -175,12 +176,15 @@ def drafter_bytes(shape: DrafterShape, quantize: str | None, store: Store = COUN
 def load_drafter(
     directory: Path, shape: DrafterShape, quantize: str | None, store: Store = HOST
 ) -> tuple[DrafterWeights, list[str]]:
-    """Loads a drafter's checkpoint; gives notices, too. Raises CheckpointError as a model's loader."""
-    tensors = open_tensors(directory, _TARGETS)
+    """Loads a drafter's checkpoint; gives notices, too. With a store that counts nothing is read but
+    headers. Raises CheckpointError as a model's loader.
+    """
+    tensors = _stored(directory)
     declared = Declaration(quantize, store, shape.formats)
-    weights = declare_drafter(declared, shape, _prefix_in(tensors))
+    weights = declare_drafter(declared, shape)
     notices = check_plan(declared.plan, tensors, directory, _TARGETS)
-    copy_parts(declared.plan, tensors, store, None)
+    if not isinstance(store, Counted):
+        copy_parts(declared.plan, tensors, store, None)
     return weights, [f"draft model: {notice}" for notice in notices if not isinstance(notice, Skipped)]
 
 

@@ -512,7 +512,8 @@ def yarn_scaling(rope: Mapping[str, object], max_positions: int) -> YarnScaling 
         return None
     if kind != "yarn":
         raise UnsupportedModelError("rope_type", kind, "default or yarn")
-    factor = positive_float(rope, "factor")
+    factor, theta = positive_float(rope, "factor"), positive_float(rope, "rope_theta", 1e6)
+    refuse_limits([("rope_theta", theta, theta > 1.0, "over 1 with YaRN")])
 
     def attention_scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
