@@ -69,7 +69,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
     config = replace(config, max_drafts=max_drafts)
     model, name = GpuModel.load(config, arguments.format), shape_name(arguments, config)
-    engine = model.engine(levers, max(sizes), max_drafts=0)
+    engine = model.engine(levers, max(sizes), max_drafts=0, draft_model=None)
     plain: dict[int, list[float]] = {}
     for n in sizes:
         decode(engine, n, arguments.prompt, 8, seed=1)

@@ -97,8 +97,6 @@ class GpuModel:
         """
         gc.collect()
         torch.cuda.empty_cache()
-        if settings.get("max_drafts") == 0:
-            settings["draft_model"] = None
         config = replace(
             self.run.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, allow_cache_transfer=False, **settings
         )

@@ -144,7 +144,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
         assert (runner.draft_head or runner.block_drafter) is own is not None and runner.info.has_draft_head
     asked: list[int] = []
 
-    def engine(levers: object, n: int, max_drafts: int = 0) -> SimpleNamespace:
+    def engine(levers: object, n: int, max_drafts: int = 0, draft_model: str | None = None) -> SimpleNamespace:
         asked.append(max_drafts)
         return SimpleNamespace(runner=runner)
 
