@@ -251,14 +251,9 @@ class Plan(Generic[S]):
         return self.host_bytes // self.host_page_bytes
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of all weights and of the workspace."""
-        weights = self.weight_bytes + self.vocoder_bytes + self.tower_bytes + self.drafter_bytes
-        return weights + self.workspace_bytes
-
-    @property
     def total_bytes(self) -> int:
-        return self.fixed_bytes + self.slots_bytes + self.pages_bytes + self.host_bytes
+        fixed = self.weight_bytes + self.vocoder_bytes + self.tower_bytes + self.workspace_bytes
+        return fixed + self.drafter_bytes + self.slots_bytes + self.pages_bytes + self.host_bytes
 
     @property
     def left_bytes(self) -> int:

@@ -130,7 +130,7 @@ class TextOnCpu(TextKind):
         running = plan.slots_bytes + plan.sequence_bytes
         default_pools = min(DEFAULT_POOL_BYTES, max(LEAST_POOL_BYTES, POOL_SHARE * plan.weight_bytes))
         pools = max(default_pools, running + running // 2 if config.prefix_cache else running)
-        modest = plan.fixed_bytes + plan.host_bytes + pools
+        modest = plan.total_bytes - plan.slots_bytes - plan.pages_bytes + pools
         if modest + default > plan.budget_bytes:
             default = 0
         return replace(
