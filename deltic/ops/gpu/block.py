@@ -212,10 +212,10 @@ def _merge_kernel(
     wait_for_front(PDL)
     G: tl.constexpr = NQ // NK
     i_row, i_kv = tl.program_id(0) // NK, tl.program_id(0) % NK
-    _, _, _, n_tiles, each = _cut(p_position, p_last, p_state_slot, i_row, WINDOW, PAGE, SPLITS)
+    _first, _end, _begin, n_tiles, each = _cut(p_position, p_last, p_state_slot, i_row, WINDOW, PAGE, SPLITS)
     if n_tiles > 0:
         pair = (i_row * NK + i_kv).to(tl.int64)
-        b_o, _, b_sum = merged(
+        b_o, _b_max, b_sum = merged(
             p_output + pair * (SPLITS * G * D), p_weight + pair * (SPLITS * 2 * G), 0, (n_tiles + each - 1) // each, 1,
             0, G, GP, D, SPLITS,
         )
