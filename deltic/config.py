@@ -124,11 +124,11 @@ class EngineConfig:
     )
     expert_memory: float | None = knob(
         None,
-        "GB of memory for the routed experts of a mixture; those that do not fit stay on the disk (a packed model, or "
-        "--weights-cache), and answers stay the same, to the bit (default: all of them, else what fits)",
+        "GB of memory for the routed experts of a mixture; those that do not fit stay outside, on a GPU in the host's memory, on a "
+        "CPU on the disk (a packed model, or --weights-cache), and answers stay the same, to the bit (default: all of them, else "
+        "what fits)",
         metavar="GB",
         kind="text",
-        device="cpu",
         least=0.0,
     )
     max_model_len: int | None = knob(

@@ -30,7 +30,7 @@ from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.disk import Search
 from deltic.engine.cache.tiers import Move
 from deltic.engine.cache.tree import Kind
-from deltic.engine.messages import EngineInfo, ReplayStats, SamplingParams, TokenLogprob
+from deltic.engine.messages import EngineInfo, ExpertStats, ReplayStats, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.host import process
 from deltic.ops.geometry import PAGE_SIZE
@@ -132,6 +132,7 @@ class FakeRunner:
         self.tiers: Any = None
         self.adapters: Any = None
         self.replays: ReplayStats | None = None
+        self.experts: ExpertStats | None = None
         self.n_steps = 0
         self.n_tokens_run = 0
         self.info = EngineInfo(

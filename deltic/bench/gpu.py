@@ -86,7 +86,11 @@ class GpuModel:
         def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
             return run.load(store, lambda stage, done: None, part)[0]
 
-        weights = device.parts(run.cuts, load) if run.cuts else [[load(DeviceStore("cuda"), None)]]
+        weights = (
+            device.parts(run.cuts, load)
+            if run.cuts
+            else [[load(DeviceStore("cuda", has_experts=config.expert_memory is None), None)]]
+        )
         return cls(run, device, weights, format)
 
     def engine(self, levers: Levers, n_rows: int, adapters: AdapterRoom = NO_ADAPTERS, **settings: Any) -> Engine:
@@ -107,6 +111,8 @@ class GpuModel:
         )
         in_host = sum(s.data.nbytes for s in self.weights[0][0].embed.segments if not s.data.is_cuda)
         free = self.device.free_bytes() + max(held) - in_host
+        if self.run.config.expert_memory is not None:
+            free -= sum(memory.nbytes for memory in self.weights[0][0].experts().values())
         levers = replace(levers, peer=levers.peer and self.device.levers.peer)
         kind = gpu.TextOnGpu(levers)
         kind.check(model.shape)

@@ -221,7 +221,12 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
             plan.adapters.n_bytes,
             f"room for {plan.adapters.n} of rank up to {plan.adapters.rank}; their buffers are in the workspace",
         ),
-        "experts": (plan.outside_bytes, "not in memory: on the disk, and read when they are used"),
+        "experts": (
+            plan.outside_bytes,
+            f"not on the device: all are in the host's memory, {plan.n_expert_slots} of a layer in the workspace, too"
+            if plan.n_expert_slots
+            else "not in memory: on the disk, and read when they are used",
+        ),
         "total": (
             plan.total_bytes - (plan.host_bytes if on_gpu else 0),
             f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less",
@@ -382,11 +387,15 @@ def _roofs(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> tuple[floa
 
 
 def _link(plan: Plan[Any], model: Model[Any]) -> float | None:
-    """Bytes a second, measured now, at which experts come from the disk. None: none do, or the file is not
-    there yet.
+    """Bytes a second, measured now, at which experts come that are outside: over a GPU's link, or from the
+    disk. None: none are, or they are not there yet.
     """
     if not plan.outside_bytes:
         return None
+    if plan.n_expert_slots:
+        from deltic.ops.gpu.roofs import host_link
+
+        return host_link()
     files = [model.directory / PACKED]
     if model.config.weights_cache is not None:
         files.append(cache_file(model.config, model.directory, plan.shape.has_draft_head))
@@ -400,15 +409,15 @@ def outside_bytes(plan: TextPlan, n_seqs: int) -> float:
     if not plan.outside_bytes:
         return 0.0
     used = 1 - (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
-    return plan.outside_bytes * used
+    return plan.outside_bytes * used * (1 - plan.n_expert_slots / shape.n_experts)
 
 
 def _speed_table(
     plan: Plan[Any], weights: Weights | None, store: Store, roofs: tuple[float, float] | None, link: float | None = None
 ) -> Table:
     """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the
-    multiply rate. Without roofs, the bytes of a step. link: as of `_link`;
-    what is outside comes before it is read.
+    multiply rate. Without roofs, the bytes of a step. link: as of `_link`; what is outside comes before it
+    is read.
     """
     shape, context = plan.shape, min(CONTEXT, plan.max_model_len)
     if plan.speaks:
@@ -443,7 +452,8 @@ def _speed_table(
         least_s = max(memory_s, compute_s) + brought_s
         value = f"{1000 * least_s:.0f}" if plan.speaks else f"{n / least_s:.1f}"
         slower = "memory" if memory_s >= compute_s else "arithmetic"
-        table.add_row(name, value, "the disk" if brought_s > max(memory_s, compute_s) else slower)
+        where = "the link" if plan.n_expert_slots else "the disk"
+        table.add_row(name, value, where if brought_s > max(memory_s, compute_s) else slower)
     if roofs and not plan.speaks:
         table.add_row("prefill", f"{roofs[1] / body:.0f}", "arithmetic")
     return table

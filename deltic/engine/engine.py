@@ -29,6 +29,7 @@ from deltic.engine.messages import (
     Constraint,
     EncodeVoice,
     EngineInfo,
+    ExpertStats,
     LoadAdapter,
     LocateCache,
     Output,
@@ -99,6 +100,10 @@ class StepRunner(Protocol):
     @property
     def replays(self) -> ReplayStats | None:
         """Counts recordings of steps and their replays; None: this device records none."""
+
+    @property
+    def experts(self) -> ExpertStats | None:
+        """Counts experts that are outside the GPU; None: none are."""
 
     def step(self, step: Step) -> StepResult: ...
 
@@ -507,6 +512,7 @@ class Engine:
             speech=None if self.stage is None else self.stage.stats(),
             pictures=None if self.pictures is None else self.pictures.stats(),
             replays=copy.copy(self.runner.replays),
+            experts=self.runner.experts,
         )
 
     def cache_summary(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Annotated, get_type_hints
 
 import msgspec
 
-from deltic.engine.messages import EngineInfo, Metric, Output, ReplayStats, counter, gauge
+from deltic.engine.messages import EngineInfo, ExpertStats, Metric, Output, ReplayStats, counter, gauge
 
 
 @cache
@@ -118,6 +118,8 @@ class Stats(msgspec.Struct, array_like=True):
     pictures: PictureStats | None = None
     replays: ReplayStats | None = None
     """Counts of a GPU's recorded steps; a CPU has none."""
+    experts: ExpertStats | None = None
+    """Counts of experts that are outside the GPU; None: none are."""
 
     @property
     def pages_used_ratio(self) -> float:

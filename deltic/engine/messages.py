@@ -491,6 +491,16 @@ class ReplayStats(msgspec.Struct, array_like=True):
     n_replayed: Annotated[int, counter("graph_replays", "CUDA graphs that were replayed.")] = 0
 
 
+class ExpertStats(msgspec.Struct, array_like=True):
+    """Routed experts that are outside the GPU, in decodes: monotonic counters."""
+
+    n_hits: Annotated[int, counter("expert_hits", "Experts of decodes that were in a slot on the GPU.")] = 0
+    n_fetched: Annotated[int, counter("expert_fetches", "Experts of decodes that came over the GPU's link.")] = 0
+    n_bytes: Annotated[
+        int, counter("expert_fetched_bytes", "Bytes of experts that came over the link for decodes.")
+    ] = 0
+
+
 class VideoInfo(msgspec.Struct, array_like=True):
     """Bounds of a model's videos. The numbers are the published ones of models whose files say nothing."""
 

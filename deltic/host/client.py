@@ -506,7 +506,7 @@ class EngineClient:
         last, counted, self.stats = self.stats, Stats(), Stats()
         self._counted = counted
         for kept in (counted, self.stats):
-            for name in ("speech", "pictures", "replays"):
+            for name in ("speech", "pictures", "replays", "experts"):
                 part = getattr(last, name)
                 setattr(kept, name, None if part is None else type(part)())
             _add(kept, last)

@@ -120,8 +120,14 @@ class Plan(Generic[S]):
     """The joint head of a decision model on a CPU. On a GPU it is in the host's memory, as what it reads."""
     n_gpus: int = 1
     """Sizes are those of one of them, but for the host's. 1 on a CPU, too."""
+    n_expert_slots: int = 0
+    """Slots that each layer has on a GPU for routed experts, all of which are in the host's memory. 0: they
+    are with the other weights, or on a CPU.
+    """
     outside_bytes: int = 0
-    """Bytes of routed experts that are not counted among the weights, on a CPU: the disk is read for them."""
+    """Bytes of routed experts that are not counted among the weights: on a GPU all of them, in the host's
+    memory; on a CPU those for which the disk is read.
+    """
 
     @property
     def n_shards(self) -> int:
@@ -174,7 +180,8 @@ class Plan(Generic[S]):
         """Everything that decides which kernels the steps start."""
         sizes = self.shape, self.quantize, self.n_real, self.max_model_len, self.max_num_seqs, self.max_step_tokens
         drafts, pictures = (self.max_drafts, self.drafter), (self.tower, self.max_picture_tokens)
-        return *sizes, *drafts, *pictures, self.n_gpus, self.n_shards, self.adapters
+        parts = self.n_gpus, self.n_shards, self.adapters, self.n_expert_slots
+        return *sizes, *drafts, *pictures, *parts
 
     @property
     def n_rows(self) -> int:
@@ -465,18 +472,23 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
         plan = replace(plan, n_pages=n_pages)
     assert plan.n_pages >= pages_for(plan.max_model_len), "one sequence has fitted so far"
     free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
-    return replace(plan, host_bytes=kind.host_bytes(plan, config, max(0, free - plan.ngram_bytes)))
+    return replace(plan, host_bytes=kind.host_bytes(plan, config, max(0, free - _pinned_bytes(plan))))
 
 
 def refuse_little_memory(plan: Plan[S]) -> None:
-    """Raises ConfigError where the host's memory does not hold the table of n-grams that GPUs read there."""
-    free = free_memory_bytes()
-    if plan.ngram_bytes > free:
+    """Raises ConfigError where the host's memory does not hold what GPUs read there."""
+    needed, free = _pinned_bytes(plan), free_memory_bytes()
+    if needed > free:
+        parts = {"the table of n-grams": plan.ngram_bytes, "experts": plan.n_expert_slots}
         raise ConfigError(
-            f"the table of n-grams takes {plan.ngram_bytes / 1e9:.1f} GB of the host's memory, where GPUs read it, and "
-            f"{free / 1e9:.1f} GB are free{memory_bound()}; take --device cpu, which reads it in its files, or a machine "
-            "with more memory"
+            f"GPUs read {' and '.join(name for name, n in parts.items() if n)} in the host's memory, {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free{memory_bound()}; take --device cpu, which reads files, or a machine with more memory"
         )
+
+
+def _pinned_bytes(plan: Plan[S]) -> int:
+    """Bytes of the host's memory that GPUs read by its address: the table of n-grams, and experts."""
+    return plan.ngram_bytes + (plan.outside_bytes if plan.n_expert_slots else 0)
 
 
 def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> tuple[Plan[S], Plan[S]]:
@@ -491,9 +503,10 @@ def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -
         plan = _shrunk(asked, kind, config)
         if plan.spare_bytes >= 0:
             break
-    if config.expert_memory is None and plan.spare_bytes > 0:  # a part is left to pages and states
-        n_bytes += plan.spare_bytes - plan.spare_bytes // CACHE_SHARE
-        plan = _sized(kind.hold_experts(plan, n_bytes), kind)
+    if config.expert_memory is None and plan.spare_bytes > 0:
+        part = plan.spare_bytes // CACHE_SHARE  # one at least is left to pages and states
+        held = (_sized(kind.hold_experts(plan, n_bytes + i * part), kind) for i in range(CACHE_SHARE - 1, 0, -1))
+        plan = next((more for more in held if more.spare_bytes >= part), plan)
     return asked, plan
 
 

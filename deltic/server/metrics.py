@@ -303,7 +303,7 @@ class Metrics:
             yield labelled(COUNTER, "deltic_adapter_requests", text, "adapter", requests)
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
-        for part in (stats.replays, stats.pictures):
+        for part in (stats.replays, stats.pictures, stats.experts):
             if part is not None:
                 yield from exported(part)
 

@@ -122,7 +122,9 @@ def test_the_table_of_n_grams_is_planned_in_the_hosts_memory(monkeypatch: pytest
     monkeypatch.setattr(planner, "free_memory_bytes", lambda: n_bytes - 1)
     monkeypatch.setattr(gpu, "INTERPRETED", True)
     monkeypatch.setattr(device, "begin_compiling", lambda plan: pytest.fail("it was loaded"))
-    with pytest.raises(ConfigError, match=r"table of n-grams takes .* GB of the host's memory, .* take --device cpu"):
+    with pytest.raises(
+        ConfigError, match=r"GPUs read the table of n-grams in the host's memory, .* GB, .* take --device cpu"
+    ):
         build_runner(config, lambda stage, done: None, device)
     blocks = settle(EngineConfig(model=str(tiny_gguf("flash", "Q8_0")), **settings), device)  # type: ignore[arg-type]
     assert isinstance(blocks, TextModel) and plan(10**9, blocks).ngram_bytes == n_bytes > blocks.ngram_table_bytes()

@@ -106,6 +106,7 @@ class Watched:
         self.inner = inner
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
         self.pictures, self.adapters, self.replays = inner.pictures, inner.adapters, inner.replays
+        self.experts = inner.experts
         self.answers: defaultdict[tuple[str, int], Answer] = defaultdict(Answer)
         self.engine = Engine(self)
         self.fails_next = False

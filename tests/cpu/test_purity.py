@@ -75,6 +75,7 @@ class Recorder:
         self.inner, self.watched = inner, watched
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
         self.pictures, self.adapters, self.replays = inner.pictures, inner.adapters, inner.replays
+        self.experts = inner.experts
         self.rows: list[Array] = []
 
     def is_busy(self) -> bool:

@@ -45,6 +45,7 @@ ALLOWED = {
     "runtime/gpu/draft_head.py:read": HOST,
     "runtime/gpu/pictures.py:_put": ON_DEVICE,
     "runtime/gpu/batch_slots.py:take": "a buffer whose copy is three steps old",
+    "models/qwen/gpu_experts.py:seen": HOST,
     "models/qwen/gpu_streams.py:hashed_table": START,
     "runtime/gpu/record.py:record_all": START,
     "runtime/gpu/record.py:wait": "between two pieces of a picture, on which the next one's size depends",

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltic.config import EngineConfig
 from deltic.engine.events import CacheStats, PictureStats, SpeechStats, Stats
-from deltic.engine.messages import EngineInfo, ReplayStats
+from deltic.engine.messages import EngineInfo, ExpertStats, ReplayStats
 from deltic.host.client import EngineClient
 from deltic.server.metrics import AdapterNumbers, Exposition, Histogram, KeyNumbers, Metrics
 
@@ -59,7 +59,7 @@ def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
     assert 'deltic_sequences_running{model="m"} 7.0' in every.text().decode()
 
 
-@pytest.mark.parametrize("name", ["", "cache", "speech", "pictures", "replays"])
+@pytest.mark.parametrize("name", ["", "cache", "speech", "pictures", "replays", "experts"])
 def test_a_counter_of_the_engine_goes_on_after_a_restart(name: str) -> None:
     """Whatever /metrics calls a counter is one of the numbers that the client carries over; a gauge is not."""
 
@@ -226,7 +226,7 @@ def test_the_prefix_cache_s_numbers():
     }
 
 
-FULL = Stats(speech=SpeechStats(), pictures=PictureStats(), replays=ReplayStats())
+FULL = Stats(speech=SpeechStats(), pictures=PictureStats(), replays=ReplayStats(), experts=ExpertStats())
 
 
 def filled(part: type) -> dict[str, object]:
@@ -247,7 +247,7 @@ def test_the_whole_text_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def everything() -> str:
     """Both expositions of a model that has all there is, with a key and an adapter."""
-    parts = {name: type(getattr(FULL, name)) for name in ("cache", "speech", "pictures", "replays")}
+    parts = {name: type(getattr(FULL, name)) for name in ("cache", "speech", "pictures", "replays", "experts")}
     stats = Stats(**filled(Stats), **{name: part(**filled(part)) for name, part in parts.items()})
     adapter = AdapterNumbers("sql", 9, 2, 3)
     metrics = Metrics(

@@ -28,7 +28,7 @@ N_OWNERS = {"engine/cache/tree.py", "engine/cache/cache.py", "engine/cache/place
 """Files that count references: an index has as many owners."""
 SLOT = re.compile(r"p_slot|slots?")
 OTHER_SLOTS = re.compile(
-    r"ops/(gpu/(all_reduce|moe|moe_decode|moe_prefill|lora)|cpu/lora)\.py|runtime/((cpu|gpu)/)?adapters\.py|models/hub\.py"
+    r"ops/(gpu/(all_reduce|expert_slots|moe|moe_decode|moe_prefill|lora)|cpu/lora)\.py|runtime/((cpu|gpu)/)?adapters\.py|models/hub\.py"
 )
 """Slots of adapters, of a token's experts, of the flags of a rank, and of downloads."""
 PLACE = re.compile(r"n_places|places?|p_place|token_place|row_place|Places")

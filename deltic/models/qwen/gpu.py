@@ -27,6 +27,7 @@ from torch import Tensor
 from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
+from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
@@ -112,9 +113,11 @@ class QwenGpu:
         max_len: int,
         exchange: Exchange | None = None,
         targets: Targets | None = None,
+        experts: OutsideExperts | None = None,
     ) -> None:
         """weights: of each shard that this GPU has, all of this shape; shards are run one behind the other.
         exchange: where the model is cut. targets: what adapters may add to, of a model that is not.
+        experts: of one whose routed experts are in the host's memory.
         """
         self.shape, self.weights = shape, weights[0]
         self.shards = [Shard(one, targets) for one in weights]
@@ -122,6 +125,7 @@ class QwenGpu:
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = device_of(self.weights.lm_head)
         self.exchange = exchange
+        self.experts = experts
         self.watch: Callable[[Tensor], object] | None = None
         """Takes the residual stream behind each sum of a prefill that is not recorded."""
         self.norms = _norms(self.weights)
@@ -399,7 +403,9 @@ class QwenGpu:
             mlp,
             Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
             row_slot=row_slot,
-            scratch=replace(b.moe, x8=normed.codes),
+            scratch=replace(
+                b.moe, x8=normed.codes, expert_slots=None if self.experts is None else self.experts.layers[name]
+            ),
             out=partial,
             adapters=shard.linears.experts(name, who),
         )
@@ -525,7 +531,11 @@ class QwenGpu:
         if self.ngrams is not None:
             assert b.streams is not None and inputs.ngram_ids is not None
             self.ngrams.rows_of_prefill(inputs.ngram_ids, b.streams)
+        ahead = None if n_blocks < AHEAD_BLOCKS else self.experts
+        filled = [] if ahead is None else [ahead.fill(0)]
         for i, layer in enumerate(w.layers):
+            if ahead is not None and i + 1 < len(w.layers):
+                filled.append(ahead.fill(i + 1))
             added = self._add_ngrams(layer, residual, added, inputs.blocks, b, memory[0])
             codes = self._codes(b.wide.rows, _first_matrix(i, layer))
             normed = self._add_norm(residual, added, f"layers.{i}.input_norm", out, b, codes)
@@ -534,6 +544,8 @@ class QwenGpu:
             added = self._of_shards(b.y, mixer)
             codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
             normed = self._add_norm(residual, added, f"layers.{i}.post_norm", out, b, codes)
+            if ahead is not None:
+                ahead.wait(filled[i])
             added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None or self.watch is not None:
             self._add_norm(residual, added, "norm", out if b.hidden is None else front(b.hidden, t, h), b)
@@ -603,12 +615,13 @@ class QwenGpu:
             shard.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide, who)
         else:
             assert b.moe is not None
+            stage = None if self.experts is None else self.experts.stage(i, is_filled=t >= AHEAD_BLOCKS * BLOCK)
             moe_prefill(
                 normed.rows,
                 mlp,
                 Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
                 blocks=inputs.blocks,
-                scratch=replace(b.moe, x8=normed.codes),
+                scratch=replace(b.moe, x8=normed.codes, stage=stage),
                 out=y,
                 adapters=shard.linears.experts(f"layers.{i}.mlp.", who),
             )

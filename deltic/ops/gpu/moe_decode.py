@@ -40,6 +40,7 @@ from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import AdapterRows
 from deltic.ops.gpu.chip import chip, prefetch_l2, wait_for_front
 from deltic.ops.gpu.decode import k_block
+from deltic.ops.gpu.expert_slots import ExpertSlots, bring, moved
 from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
@@ -86,6 +87,7 @@ class MoeScratch:
     lists: Tensor  # int32 [E * N]: pairs of each expert, N (of the call) apart
     act: Tensor  # bfloat16 [N * (k + 1) * max(M, Ms)]: a row a pair, then a row a row of the shared expert
     x8: Fp8Rows | None = None  # of x
+    expert_slots: ExpertSlots | None = None  # where the routed experts are outside the GPU
 
 
 def moe_scratch(
@@ -284,7 +286,7 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
 
 @triton.jit(do_not_specialize=["n_rows"])
 def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, p_entries, p_lists,
-                   p_row_slot, p_act, n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr,
+                   p_row_slot, p_act, p_where, n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr,
                    SHARED_UP: tl.constexpr, H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                    E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -293,6 +295,7 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
     Into float32 p_act go gate and up as they are.
 
+    p_where: the experts' places, where they are in slots, else None.
     FORMAT, UP, SHARED, SHARED_UP: the formats of the segments (experts.py). ROW, LINE: elements from one row
     of the shared expert's codes to the next, and of a line of the cache. p_x_scale: of x in codes, else None.
 
@@ -329,6 +332,11 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
         )
         if n <= 0:
             return
+    if p_where is not None:
+        p_w = moved(p_w, p_where, expert)
+        if UP != _NONE:
+            p_up = moved(p_up, p_where + E, expert)
+        expert = expert * 0
     p_scale = p_x_scale
     if p_x_scale is not None:
         p_scale = p_x_scale + tl.minimum(b_row, n_rows - 1)  # rows behind the last are read, and not stored
@@ -389,7 +397,8 @@ def silu_lines_kernel(p_sums, p_act, n_pairs, M: tl.constexpr, MS: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries, p_lists, p_row_slot, p_out, n_rows,
+def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries, p_lists, p_row_slot, p_out, p_where,
+                n_rows,
                 FORMAT: tl.constexpr, SHARED: tl.constexpr,
                 H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
@@ -423,6 +432,8 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
         if n <= 0:
             return
         b_weight = tl.load(p_weight + b_row * (SLOTS + 1) + b_slot, mask=o_n < n, other=0.0, cache_modifier=".cg")
+    if p_where is not None:
+        p_w, expert = moved(p_w, p_where, expert), expert * 0
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
     if FORMAT == _PLAIN and SHARED == _PLAIN:
         p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (M * H))
@@ -520,6 +531,14 @@ def _lines(w: Matrix) -> dict[str, int]:
     return {"ROW": n_bytes // element, "LINE": 128 // element, "LINES": largest_block(32, max(1, n_bytes // 128))}
 
 
+def _near(w: MoeWeights, s: MoeScratch) -> tuple[MoeWeights | ExpertSlots, Tensor | None, Tensor | None]:
+    """The routed experts as the products read them; in slots, the places of gate_up and of down, too."""
+    if s.expert_slots is None:
+        return w, None, None
+    bring(s.expert_slots, s.counters)
+    return s.expert_slots, s.expert_slots.where, s.expert_slots.where[-1]
+
+
 def moe_decode(
     x: Tensor, w: MoeWeights, routing: Routing, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
     tiles: MoeTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
@@ -533,6 +552,8 @@ def moe_decode(
     scratch.x8: x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it gate_up
     rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
     their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
+    scratch.expert_slots: where w's routed experts are in the host's memory; one row is routed as several are
+    then, too.
     Left out: groups of experts, biases of the router. Raises KernelError where shapes do not belong together,
     and for a format without a kernel.
     """
@@ -544,7 +565,7 @@ def moe_decode(
     room = scratch.entries.numel()
     check("moe", n * n_per_token <= room, f"{n} rows: workspaces are for {room // n_per_token} rows")
     t, s, codes = tiles or moe_tiles(n, w), scratch, scratch.x8
-    if adapters is not None:
+    if adapters is not None or scratch.expert_slots is not None:
         t = dataclasses.replace(t, alone=False)
     check("moe", n == 1 or not t.alone, f"one row without lists, found {n}")
     splits = router_splits(hidden)
@@ -571,14 +592,15 @@ def moe_decode(
             SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **router,
             num_warps=1, num_stages=1,
         )
-    inner = max(width, shared)
+    near, up_where, down_where = _near(w, s)
+    inner, block_f = max(width, shared), largest_block(t.block_f, width, shared)
     # an expert has a tile for every block_n of its pairs and one that is not full
     n_entries = min(n * n_per_token, n_experts + n * n_per_token // t.block_n)
     n_work = n_entries + triton.cdiv(n, t.block_n)
-    experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **router)
-    block_f = largest_block(t.block_f, width, shared)
+    experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, num_warps=4,
+        **router)
     (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(
-        segments_of, (w.gate_up, w.shared_gate_up)
+        segments_of, (near.gate_up, w.shared_gate_up)
     )
     act = s.act
     if adapters is not None:
@@ -588,8 +610,8 @@ def moe_decode(
         shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False)
     launch(
         gate_up_kernel, (inner // block_f * n_work,), *rounded, rows, up, shared_rows, shared_up, s.logits, s.counters,
-        s.entries, s.lists, row_slot, act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
-        BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts, num_warps=4,
+        s.entries, s.lists, row_slot, act, up_where, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP,
+        BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts,
         num_stages=t.up_stages,
     )
     if adapters is not None:
@@ -603,11 +625,11 @@ def moe_decode(
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
-    (rows, FORMAT), (shared_rows, SHARED) = segment_of(w.down), segment_of(w.shared_down)
+    (rows, FORMAT), (shared_rows, SHARED) = segment_of(near.down), segment_of(w.shared_down)
     launch(
         down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries,
-        s.lists, row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
-        MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_warps=4, num_stages=t.down_stages, pdl=t.early,
+        s.lists, row_slot, out, down_where, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m,
+        BLOCK_K=block_k, MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_stages=t.down_stages, pdl=t.early,
     )
     if adapters is not None:
         expand_experts(out, of.down, of.shared_down, routed, who, out_row=hidden, by_slot=True)

@@ -36,6 +36,7 @@ from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of, wait_for_front
 from deltic.ops.gpu.decode import k_block
+from deltic.ops.gpu.expert_slots import Stage
 from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
@@ -76,6 +77,7 @@ class MoePrefillScratch:
     y: Tensor  # bfloat16 [T * (k + 1) * H]: a row a pair, then a row a row of the shared expert
     x8: Fp8Rows | None  # of x, and of act
     act8: Fp8Rows | None
+    stage: Stage | None = None  # where the routed experts are outside the GPU
 
 
 def moe_prefill_scratch(
@@ -427,8 +429,8 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
 def _route(
     x: Tensor, w: MoeWeights, routing: Routing, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
     adapters: tuple[ExpertTargets, AdapterRows] | None,
-) -> None:
-    """Fills lists and entries of s, and its weights."""
+) -> MoeWeights | Stage:
+    """Fills lists and entries of s, and its weights. Returns where the products find the routed experts."""
     (t, hidden), n_experts = x.shape, w.router.n - 1
     splits, e2 = router_splits(hidden), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
@@ -454,6 +456,9 @@ def _route(
     launch(
         plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1,
     )
+    if s.stage is not None and not s.stage.is_filled:
+        s.stage.fill(s.counters)
+    return w if s.stage is None else s.stage
 
 
 def moe_prefill(
@@ -467,8 +472,9 @@ def moe_prefill(
     [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
     of padding.
     The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what
-    they add to a rounded output is added in float32, and rounded. Raises KernelError where shapes do not
-    belong together, and for a format without a kernel.
+    they add to a rounded output is added in float32, and rounded. scratch.stage: where w's routed experts are
+    in the host's memory. Raises KernelError where shapes do not belong together, and for a format without a
+    kernel.
     """
     hidden, n_experts, width, shared = check_moe(x, w, routing.n_per_token)
     t, c, s, n_per_token = x.shape[0], tiles or moe_prefill_tiles(), scratch, routing.n_per_token
@@ -476,7 +482,7 @@ def moe_prefill(
     check("moe", fits, f"{t} rows in blocks of {BLOCK}, and as many of out")
     room_for = s.weight.numel() // (n_per_token + 1)
     check("moe", t <= room_for, f"{t} rows: workspaces are for {room_for} rows")
-    _route(x, w, routing, blocks, s, c, adapters)
+    near = _route(x, w, routing, blocks, s, c, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
     products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "INNER": inner}
@@ -530,14 +536,14 @@ def moe_prefill(
         of, who = adapters
         routed = Routed(s.counters, s.entries, s.lists, s.weight, t, n_entries, TILE, n_experts, n_per_token, act_base)
         shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False)
-    up(w.gate_up, width, n_entries, False)
+    up(near.gate_up, width, n_entries, False)
     up(w.shared_gate_up, shared, n_tiles, True)
     if adapters is not None:
         expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner)
         silu(width, n_entries, False)
         silu(shared, n_tiles, True)
         shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True)
-    down(w.down, width, n_entries, False)
+    down(near.down, width, n_entries, False)
     down(w.shared_down, shared, n_tiles, True)
     if adapters is not None:
         expand_experts(s.y, of.down, of.shared_down, routed, who, out_row=hidden)

@@ -41,6 +41,13 @@ def link_speed(source: int, target: int) -> float:
     return data.nbytes / min(times[1:])
 
 
+def host_link(n_bytes: int = 1 << 28) -> float:
+    """Bytes a second that the GPU copies from the host's memory. Raises torch.OutOfMemoryError."""
+    data = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(data, device="cuda", pin_memory=False)
+    return n_bytes / _best_s(lambda: there.copy_(data, non_blocking=True))
+
+
 def _best_s(run: Callable[[], object]) -> float:
     run()
     times = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +18,7 @@ from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.formats import BLOCK_ROWS, CODEBOOKS, TABLES, Quantised, WeightFormat, book_of, codes_in
-from deltic.ops.gpu.launch import allocate_in_host
+from deltic.ops.gpu.launch import INTERPRETED, allocate_in_host
 from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Segment, planes
@@ -61,6 +64,23 @@ def to_device(array: Array, device: torch.device | str) -> Tensor:
     else:  # torch has no tensors that are only read, as mapped files are
         host = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
     return (host.view(torch.bfloat16) if plain is not array else host).to(device, non_blocking=True)
+
+
+def mapped_memory(size: tuple[int, ...]) -> Tensor:
+    """uint8 memory of the host, at a whole page, which GPUs read and write by its address. (Torch's own would
+    be as large as the next power of two.) Raises MemoryError where the system locks no more.
+    """
+    n_bytes = math.prod(size)
+    memory = mmap.mmap(-1, n_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    if not INTERPRETED:
+        error = torch.cuda.cudart().cudaHostRegister(found.data_ptr(), n_bytes, 0)
+        if int(error):
+            raise MemoryError(f"{n_bytes / 1e9:.1f} GB of the host's memory cannot be mapped for the GPU ({error})")
+    return found.view(size)
 
 
 def _dtype(dtype: DTypeLike) -> torch.dtype:
@@ -282,12 +302,18 @@ class DeviceStore:
     layout: Layout = "rows"
     n_threads = n_usable_cpus()
 
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = device
+    def __init__(self, device: torch.device | str, has_experts: bool = True) -> None:
+        """has_experts: False where matrices of several experts are in the host's memory, which the device
+        reads.
+        """
+        self.device, self._has_experts = device, has_experts
         self._tiled: tuple[Array, Tensor] | None = None  # the last block, and where it lies on the device
         self._drawn: dict[tuple[str, int, int], tuple[Array, Segment]] = {}  # rows that were made of blocks
 
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
+        is_outside = not self._has_experts and len(size) == 2 and size[0] > 1 and np.dtype(dtype) == np.uint8
+        if is_outside and torch.device(self.device).type != "meta":
+            return mapped_memory(size)
         return torch.empty(size, dtype=_dtype(dtype), device=self.device)
 
     def put(self, part: Tensor | Segment, rows: Array | Quantised, first: int = 0) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import ReplayStats, Request, SamplingParams
+from deltic.engine.messages import ExpertStats, ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
@@ -34,6 +34,7 @@ class SpeechRunner(Speaker):
     """
 
     replays: ReplayStats | None = None
+    experts: ExpertStats | None = None
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import ReplayStats, Request, SamplingParams
+from deltic.engine.messages import ExpertStats, ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.dflash.cpu import DFlash
 from deltic.models.dflash.weights import DrafterWeights
@@ -100,6 +100,7 @@ class Runner:
         adapters = self.workspace.adapters
         self.adapters: Adapters | None = None
         self.replays: ReplayStats | None = None
+        self.experts: ExpertStats | None = None
         if adapters is not None and self.workspace.adapter_memory is not None:
             memory = CpuAdapterMemory(adapters, self.workspace.adapter_memory)
             self.adapters = Adapters(shape, plan.adapters, memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from deltic.models.fields import CheckpointError, UnsupportedModelError, at_most
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
+from deltic.models.qwen.gpu_experts import outside_experts, slot_bytes
 from deltic.models.qwen.gpu_streams import NGRAM_RING, reachable_table
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
@@ -94,6 +95,17 @@ class OnGpu:
         raise ConfigError(f"--cache-host-gb {given}: at most half of the {free_bytes / 1e9:.1f} GB that are free{left}")
 
 
+def _counted_weights(shape: ModelShape, quantize: str | None) -> Weights:
+    """The weights without memory, made once: a plan that is searched for asks again and again."""
+    return _weights_of(shape, quantize, tuple(shape.formats.items()))
+
+
+@lru_cache(maxsize=2)
+def _weights_of(shape: ModelShape, quantize: str | None, formats: object) -> Weights:
+    """formats: those of the shape, which are no part of what makes two shapes equal."""
+    return empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS)
+
+
 class TextOnGpu(OnGpu, TextKind):
     """Language models on a GPU."""
 
@@ -148,7 +160,7 @@ class TextOnGpu(OnGpu, TextKind):
         return weight_bytes(shape, quantize, COUNTED_ROWS)
 
     def embedding_bytes(self, shape: ModelShape, quantize: str | None) -> int:
-        n_bytes: int = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS).embed.n_bytes
+        n_bytes: int = _counted_weights(shape, quantize).embed.n_bytes
         return n_bytes
 
     def table_bytes(self, plan: TextPlan) -> int:
@@ -168,6 +180,9 @@ class TextOnGpu(OnGpu, TextKind):
     def measure(self, plan: TextPlan) -> dict[str, int]:
         with self.levers.bound():
             sizes = counted(partial(gpu_workspace, plan), _nothing)
+        if plan.n_expert_slots:
+            weights = _counted_weights(plan.shape, plan.quantize)
+            sizes |= counted(partial(outside_experts, weights, plan.n_expert_slots), _nothing)
         n_angles = plan.max_model_len * plan.shape.rotary_dim
         if plan.tower is not None:
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
@@ -179,6 +194,19 @@ class TextOnGpu(OnGpu, TextKind):
         if plan.n_gpus == 1 or self.levers.peer:
             return 0
         return sum(counted(partial(meeting, plan, is_in_host=True), _nothing).values())
+
+    def all_inside(self, model: Model[ModelShape]) -> str:
+        if not model.shape.is_moe:
+            return super().all_inside(model)
+        return "experts are outside of one GPU, not of several" if model.cuts else ""
+
+    def hold_experts(self, plan: TextPlan, n_bytes: int) -> TextPlan:
+        n_experts, a_slot = plan.shape.n_experts, slot_bytes(_counted_weights(plan.shape, plan.quantize))
+        n_slots, outside = max(1, n_bytes // a_slot), n_experts * a_slot
+        if n_slots >= n_experts:
+            n_slots = outside = 0
+        left = self.weight_bytes(plan.shape, plan.quantize) - plan.table_bytes - outside
+        return replace(plan, n_expert_slots=n_slots, outside_bytes=outside, weight_bytes=left)
 
     def step_tokens(self, model_len: int) -> int:
         return 8192
@@ -300,10 +328,10 @@ class Gpu:
 
     def store(self, plan: TextPlan | SpeechPlan) -> Store:
         """Store to which weights are loaded."""
-        return self._store_on(0)
+        return self._store_on(0, has_experts=not plan.n_expert_slots)
 
-    def _store_on(self, i_gpu: int) -> Store:
-        return DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu])
+    def _store_on(self, i_gpu: int, has_experts: bool = True) -> Store:
+        return DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu], has_experts)
 
     def text_weights(self, model: TextModel, plan: TextPlan, progress: Progress) -> tuple[PartWeights, list[str]]:
         """Weights of each part by GPU, and notices."""

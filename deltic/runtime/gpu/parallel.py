@@ -25,7 +25,7 @@ import torch
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.engine import LoadedAdapters
-from deltic.engine.messages import Picture
+from deltic.engine.messages import ExpertStats, Picture
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
 from deltic.models.qwen.weights import Weights
@@ -129,6 +129,7 @@ class ParallelRunner:
         self.pictures: PictureEncoder | None = None
         self.adapters: LoadedAdapters | None = None
         self.pools: Pools | None = None  # each of the runners has its own
+        self.experts: ExpertStats | None = None
         self.info, self.replays = first.info, first.replays  # info is of all GPUs; each replays the same
         if first.tower is not None:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])

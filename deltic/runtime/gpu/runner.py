@@ -39,9 +39,10 @@ from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.engine import LoadedAdapters
-from deltic.engine.messages import EngineInfo, ReplayStats
+from deltic.engine.messages import EngineInfo, ExpertStats, ReplayStats
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
+from deltic.models.qwen.gpu_experts import OutsideExperts
 from deltic.models.vision.pixels import PictureRules
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
@@ -121,6 +122,8 @@ class GpuRunner:
     """Encoder of pictures. None: prompts have no pictures."""
     adapters: LoadedAdapters | None = None
     """Adapters that are loaded. None: there is no room for any."""
+    outside: OutsideExperts | None = None
+    """Experts that are outside the GPU. None: none are."""
 
     def __init__(
         self,
@@ -162,6 +165,10 @@ class GpuRunner:
         self.levers = bound_levers()
         self._ahead: dict[Sequence, Ahead] = {}
         self.replays = ReplayStats()
+
+    @property
+    def experts(self) -> ExpertStats | None:
+        return None if self.outside is None else ExpertStats(*self.outside.seen)
 
     def _make_info(self, rules: PictureRules | None = None) -> EngineInfo:
         return engine_info(

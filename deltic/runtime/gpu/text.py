@@ -25,6 +25,7 @@ from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.gpu import Exchange, QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
+from deltic.models.qwen.gpu_experts import outside_experts
 from deltic.models.qwen.gpu_streams import NGRAM_RING
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
@@ -164,7 +165,8 @@ class GpuTextRunner(GpuRunner):
         ]
         w, joined = (gpu_workspace(plan, allocate), None) if exchange is None else exchange
         targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
-        self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets)
+        self.outside = outside_experts(weights[0], plan.n_expert_slots, allocate) if plan.n_expert_slots else None
+        self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets, self.outside)
         batch_slots = BatchSlots(
             w.table,
             w.offsets,

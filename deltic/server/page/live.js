@@ -44,7 +44,7 @@ function showLive({ stats, steps, engine, uptime_s, n_restarts }, before) {
     ["Written", rate("n_generated_tokens"), "tokens/s"],
     ["Read of prompts", rate("n_prompt_tokens"), "tokens/s"],
     ["Step, median", quantile(.5), "ms"],
-    ...drafts(stats),
+    ...drafts(stats), ...experts(stats),
     ["From the cache", cache.n_lookup_tokens ? number(100 * cache.n_hit_tokens / cache.n_lookup_tokens) : "–", "% of prompts"],
   ];
   $("tiles").replaceChildren(...tiles.map(([name, value, unit]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, unit ? el("small", {}, ` ${unit}`) : ""))));
@@ -58,6 +58,10 @@ function drafts({ drafted, accepted }) { // how many of those at a place were ri
   const places = Object.keys(drafted).sort((a, b) => a - b).slice(0, 4);
   const right = at => number(100 * (accepted[at] ?? 0) / drafted[at]);
   return places.length ? [["Drafts right", right(places[0]), ["%", ...places.slice(1).map(right)].join(", ")]] : [];
+}
+function experts({ experts }) { // of those that are outside the GPU, how many were in a slot there
+  const n = experts ? experts.n_hits + experts.n_fetched : 0;
+  return n ? [["Experts on the GPU", number(100 * experts.n_hits / n), "% of the chosen"]] : [];
 }
 function showBars(stats, engine) {
   const tiers = seen.tree?.tiers ?? {};

@@ -1,0 +1,93 @@
+"""A model's routed experts that are outside the GPU (ops/gpu/expert_slots.py): slots for decodes, and two
+buffers of a layer's experts for prefills, of which one is filled while the other is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deltic.models.qwen.weights import Moe, Weights
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.expert_slots import UNIT, Counts, ExpertSlots, Stage, expert_slots, stage_bytes, stage_in
+from deltic.ops.gpu.launch import allocate_in_host
+
+AHEAD_BLOCKS = 4
+"""Blocks from which on a prefill takes a layer's experts whole, while the layer in front computes: it uses
+nearly all of them. A shorter one copies those that it uses, once they are known.
+"""
+
+
+def layers_of_experts(weights: Weights) -> dict[str, Moe]:
+    """The mixtures of the layers and of the draft head, by how the names of their matrices begin."""
+    found = {f"layers.{i}.mlp.": layer.mlp for i, layer in enumerate(weights.layers)}
+    if weights.draft_head is not None:
+        found["draft_head.layer.mlp."] = weights.draft_head.layer.mlp
+    return {name: mlp for name, mlp in found.items() if isinstance(mlp, Moe)}
+
+
+def slot_bytes(weights: Weights) -> int:
+    """Bytes of a slot in every layer: of one expert of each."""
+    return sum(memory.shape[1] for memory in weights.experts().values())
+
+
+@dataclass(frozen=True)
+class OutsideExperts:
+    """The experts of all layers, by how the names of a layer's matrices begin."""
+
+    layers: dict[str, ExpertSlots]
+    stages: tuple[Tensor, Tensor]  # uint8: room for the experts of a layer
+    counts: Counts
+    side: torch.cuda.Stream | None  # of the copies of layers ahead; None without a GPU
+
+    @property
+    def seen(self) -> list[int]:
+        """Experts that decodes found in slots, those that they did not, and the bytes of these, as far as the
+        host has heard: it waits for nothing.
+        """
+        n_here, n_fetched, n_units = self.counts.seen.numpy().tolist()
+        return [n_here, n_fetched, n_units * UNIT]
+
+    def stage(self, i: int, *, is_filled: bool) -> Stage:
+        """The stage of layer i. is_filled: `fill` has copied its experts there, and `wait` has waited."""
+        return replace(stage_in(self.stages[i % 2], self.layers[f"layers.{i}.mlp."]), is_filled=is_filled)
+
+    def fill(self, i: int) -> torch.cuda.Event | None:
+        """Starts to copy the experts of layer i to its stage, behind all that the current stream has now: the
+        layer that had the stage before has read it. Returns what to wait for.
+        """
+        stage = self.stage(i, is_filled=False)
+        if self.side is None:
+            stage.fill()
+            return None
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            stage.fill()
+            filled = torch.cuda.Event()
+            filled.record()
+        return filled
+
+    def wait(self, filled: torch.cuda.Event | None) -> None:
+        """Has the current stream wait for copies that were started."""
+        if filled is not None:
+            torch.cuda.current_stream().wait_event(filled)
+
+
+def outside_experts(weights: Weights, n_slots: int, allocate: Allocate) -> OutsideExperts:
+    """Makes the slots and stages of a model whose experts are in the host's memory. allocate(name, size,
+    dtype) gives a zeroed tensor on the GPU.
+    """
+    moes = layers_of_experts(weights)
+    found = allocate("expert counts", (3,), torch.int64)
+    on_gpu, is_real = found.device.type == "cuda", found.device.type != "meta"
+    seen = allocate_in_host("expert counts", (3,), torch.int64) if is_real else found
+    counts = Counts(found, seen)
+    largest = max(stage_bytes(moe.gate_up, moe.down) for moe in moes.values())
+    return OutsideExperts(
+        layers={name: expert_slots(moe.gate_up, moe.down, n_slots, counts, allocate) for name, moe in moes.items()},
+        stages=(allocate("expert stages", (largest,), torch.uint8), allocate("expert stages", (largest,), torch.uint8)),
+        counts=counts,
+        side=torch.cuda.Stream(found.device) if on_gpu else None,
+    )
