@@ -121,7 +121,7 @@ class TextOnGpu(OnGpu, TextKind):
 
     def check(self, shape: ModelShape) -> None:
         group = shape.n_q_heads // max(1, shape.n_kv_heads)
-        limits = (
+        limits = [
             one_of("hc_count", shape.n_streams, 1, 2, 4, 8),
             multiple("hidden_size", shape.hidden_size, 64),
             one_of("head_dim", shape.head_dim, 32, 64, 128, 256),
@@ -133,14 +133,14 @@ class TextOnGpu(OnGpu, TextKind):
             multiple("moe_intermediate_size", shape.moe_intermediate_size, 32),
             multiple("shared_expert_intermediate_size", shape.shared_intermediate_size, 32),
             ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
-        )
+        ]
         if (ngrams := shape.ngrams) is not None:
             most, fits = PAGE_SIZE // ngrams.size + 1, ngrams.conv_width > 1 and ngrams.window <= PAGE_SIZE
             wide = ngrams.head_width <= MAX_NGRAM_WIDTH
-            limits += (
+            limits += [
                 ("ple_conv_kernel_size", ngrams.conv_width, fits, f"2 to {most}"),
                 ("ple_embed_dim", ngrams.width, wide, f"at most {MAX_NGRAM_WIDTH} for each head"),
-            )
+            ]
         refuse_limits(limits)
         if shape.index is not None:
             refuse_limits([one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])
