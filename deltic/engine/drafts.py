@@ -407,8 +407,6 @@ class Drafting:
             wishes = [self._wish(step, draw, is_late) for draw in step.draws]
             in_sight = self._share(n, wishes, is_late)
         for draw in step.draws:
-            chunk = step.chunks[draw.chunk]
-            chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             draw.sequence.runs_ahead = self.runs_ahead and not in_sight
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
@@ -428,13 +426,13 @@ class Drafting:
         most = min(self.max_drafts, n_left, n_drafted_at(start))
         drafter.used, draft = HEAD, list[int]()
         if most > 0:
-            draft = self._propose(sequence, chunk, most, is_next)
+            draft = self._propose(sequence, most, is_next)
         deepest = min(self.block or self.max_drafts, n_left - 1, n_drafted_at(start + 1))
         return _Wish(draw, chunk, drafter, draft, deepest, is_next)
 
-    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, is_next: bool) -> list[int]:
-        """Proposes a draft, as far as the sequence's guide allows it. is_next: this step draws a token before
-        it: the first that the grammar leaves, if that drafts.
+    def _propose(self, sequence: Sequence, most: int, is_next: bool) -> list[int]:
+        """Proposes a draft. is_next: this step draws a token before it: the first that the grammar leaves, if
+        that drafts.
         """
         drafter, guide = sequence.drafter, sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
@@ -444,11 +442,7 @@ class Drafting:
         draft = drafter.propose(sequence.tokens, most, forced[is_next:])
         if forced:
             drafter.proposed[GRAMMAR] = forced
-        if not draft:
-            return []
-        drawn = forced[:is_next] if drafter.used == GRAMMAR else []
-        allowed, chunk.rules = self.guides.ahead(guide, drawn + draft)
-        return allowed[len(drawn) :]
+        return draft
 
     def _share(self, n: int, wishes: list[_Wish], is_late: bool) -> bool:
         """Gives the rows that are worth it to the drafts of a decode of n sequences, and asks for guesses;
@@ -478,7 +472,9 @@ class Drafting:
         for i, wish in enumerate(wishes):
             chunk = wish.chunk
             if not wish.is_next:
-                chunk.drafts = wish.draft[: n_taken[i]]
+                chunk.drafts, guide = wish.draft[: n_taken[i]], wish.draw.sequence.guide
+                if n_taken[i] and isinstance(guide, Guide) and self.guides is not None:
+                    chunk.drafts, chunk.rules = self.guides.ahead(guide, wish.draft[: n_taken[i]])
                 chunk.length += len(chunk.drafts)
             wish.draw.n_guesses = n_guesses[i] if n_drafted_at(chunk.start + 1) > 0 else 0
         if any(wish.draw.n_guesses for wish in wishes):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -138,17 +138,18 @@ async def fetched(config: EngineConfig, stop: asyncio.Event, tell: Tell = _nobod
     So nothing asks the network later, and all processes read the same commit. Raises CheckpointError,
     OSError.
     """
-    directory = config.download_dir
-    if config.dummy is None and is_hub_name(config.model):
-        path = await _fetch(wanted_of(config.model, ALL_FILES, config.revision, directory), stop, tell)
+    asked = [("tokenizer", config.tokenizer, TEXT_FILES), ("draft_model", config.draft_model, ALL_FILES)]
+    if config.dummy is None:
+        asked.insert(0, ("model", config.model, ALL_FILES))
+    for field, name, files in asked:
+        if name is None or not is_hub_name(name):
+            continue
+        revision = config.revision if field == "model" else None
+        path = await _fetch(wanted_of(name, files, revision, config.download_dir), stop, tell)
         if path is None:
             return None
-        config = dataclasses.replace(config, model=str(path), revision=None)
-    if config.tokenizer is not None and is_hub_name(config.tokenizer):
-        path = await _fetch(wanted_of(config.tokenizer, TEXT_FILES, None, directory), stop, tell)
-        if path is None:
-            return None
-        config = dataclasses.replace(config, tokenizer=str(path))
+        changes: dict[str, Any] = {field: str(path)} | ({"revision": None} if field == "model" else {})
+        config = dataclasses.replace(config, **changes)
     return config
 
 

@@ -605,6 +605,26 @@ def test_one_forced_token_does_not_stop_running_ahead(n_forced: int) -> None:
     assert list(chunk.drafts) == list(closing[1:]) and len(chunk.rules) == (n_forced if n_forced > 1 else 0)
 
 
+def test_no_mask_is_made_for_a_draft_that_is_not_worth_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ahead = list[int](), Guides.ahead
+
+    def counted(self: Guides, guide: Any, draft: list[int]) -> Any:
+        asked.append(len(draft))
+        return ahead(self, guide, draft)
+
+    monkeypatch.setattr(Guides, "ahead", counted)
+    for row_s in (9.0, 0.0):
+        guides = Guides(VOCAB_SIZE, [EOS], None)
+        drafting = Drafting(2, has_head=True, guides=guides)
+        monkeypatch.setattr(drafting, "_step_s", lambda n, row_s=row_s: [1.0 + row_s * i for i in range(9)])
+        (one,) = decoding(constraint=Constraint(bad_ids=((9,),)))
+        guides.open([one])
+        one.drafter = drafter(Record(9.0, 10.0), guesses=[7, 8, 9])
+        chunk, draw = decode(one, 0)
+        drafting.plan(Step([chunk], [draw]))
+        assert asked == ([] if row_s else [2]) and len(chunk.drafts) == len(asked) * 2
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right and wrong drafts of any length, with prefixes, forks, few pages, preemption, aborts: the fake runner compares

@@ -586,6 +586,14 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert sorted(file.name for file in Path(found.tokenizer).iterdir()) == ["config.json", "tokenizer.json"]
 
 
+def test_a_block_drafter_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetched before the engine starts, as the model is."""
+    with hub_with(SMALL) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        found = go(EngineConfig(draft_model="owner/model", download_dir=tmp_path))
+        assert found is not None and (Path(found.draft_model or "") / "config.json").is_file()
+
+
 def test_the_lines_of_a_download_are_json() -> None:
     said = downloads.Progress(1, 2, [hub.Part("a", 2, 1, stage="downloading")])
     file = {"name": "a", "total_bytes": 2, "done_bytes": 1, "checked_bytes": 0, "stage": "downloading"}
