@@ -434,10 +434,10 @@ class Drafting:
         """Proposes a draft. is_next: this step draws a token before it: the first that the grammar leaves, if
         that drafts.
         """
-        drafter, guide = sequence.drafter, sequence.guide
+        drafter: Drafter = sequence.drafter
+        guide = sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
-            free: list[int] = drafter.propose(sequence.tokens, most)
-            return free
+            return drafter.propose(sequence.tokens, most)
         forced = guide.forced(most + is_next)
         draft = drafter.propose(sequence.tokens, most, forced[is_next:])
         if forced:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
@@ -86,6 +85,7 @@ def test_a_cpu_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize("library", usable_instruction_sets())
 def test_a_caller_that_flushes_denormal_numbers_has_the_same_bits(library: str) -> None:
     """And so have the workers that it starts. It keeps its own way of rounding."""
+    torch = pytest.importorskip("torch")
     data, small = np.zeros(N_TASKS << 18, np.float32), np.float32(1e-40)
     data[:: 1 << 18] = small
     flushed = torch.set_flush_denormal(True)

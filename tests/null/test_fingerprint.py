@@ -104,7 +104,7 @@ def test_code_and_libraries_are_in_it(model: Model, monkeypatch: pytest.MonkeyPa
     assert len({first, another_torch, model.name()}) == 3
 
 
-DECIDE_NO_BITS = {"config", "json_types", "logs", "machine", "private"}
+DECIDE_NO_BITS = {"config", "json_types", "logs", "machine", "private", "roofs"}
 """Modules that the engine imports and that are no part of the name: the knobs that matter are in it by their values."""
 
 
