@@ -30,6 +30,7 @@ import os
 import random
 import secrets
 import shlex
+import signal
 import statistics
 import struct
 import subprocess
@@ -50,6 +51,7 @@ from deltic.bench.gauges import in_use, settled
 from deltic.bench.load import WORDS
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, free_port, model_name
+from deltic.host.process import die_with_parent
 from deltic.server.chat.picture_parts import MAX_KEPT_BYTES
 
 FACTOR, SLACK_S = 2.0, 0.5
@@ -67,9 +69,11 @@ SIDE = 1024
 """Pixels of a side of the pictures that fill what the server keeps of them: 1024 tokens each."""
 BODY_BYTES = 57_000_000
 QUESTION_BYTES = 50_000_000
-NICENESS, NICEST = -10, 39
-"""Niceness of the measuring client, and what the hostile one adds: on machines of their own, neither would
-take a processor from the server. The kernel cuts the sum to 19."""
+NICENESS, NICEST, GROUP_NICENESS = -10, 39, 10
+"""Niceness of the measuring client, what the hostile one adds, and that of its session: on machines of their
+own, neither would take a processor from the server. The kernel cuts the sum to 19. Where sessions are groups
+(sched(7), autogroup), each has as much of the processors as another, whatever its processes' niceness is.
+"""
 HOST = "127.0.0.1"
 EXPECTED = {"pictures with endless trailers": ("400",)}
 """Statuses of tricks that work where the server refuses, behind the work."""
@@ -426,8 +430,13 @@ async def measure(server: LocalServer, keys: tuple[str, str], minutes: float, po
         seconds = min(ROUND_S, minutes * 60)
         given = [server.url, keys[1], model, str(int(sees)), str(seconds), *map(str, ports)]
         hostile = await asyncio.create_subprocess_exec(
-            "nice", "-n", str(NICEST), sys.executable, "-m", "bench.hostile", "--attack", *given, stdout=subprocess.PIPE
+            *("nice", "-n", str(NICEST), sys.executable, "-m", "bench.hostile", "--attack", *given),
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{hostile.pid}/autogroup").write_text(str(GROUP_NICENESS))
         ended = asyncio.create_task(hostile.communicate())
         while not ended.done():
             await quiet.once(is_alone=False)
