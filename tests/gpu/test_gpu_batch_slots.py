@@ -163,17 +163,17 @@ def test_rows_of_drafts() -> None:
 
 
 def test_rows_of_a_draft_head() -> None:
-    """The token behind, where it was drawn before, and the room of each sequence's pages."""
+    """The token behind, where it was drawn before, and the room of each sequence's pages, or of its answer."""
     words, offsets, views = batch_table(
         2, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), n_drafts=4, of_head=HEAD_ROWS
     )
     batch_slots = BatchSlots(words, offsets, torch.zeros(6, 10, dtype=torch.int32), (2,), 300, 4)
-    one, two = (sequence(batch_slot, list(range(9)), 5) for batch_slot in (1, 0))
+    one, two = (sequence(batch_slot, list(range(9)), 5, max_tokens=n) for batch_slot, n in ((1, 100), (0, 20)))
     one.pages, two.pages = [3], [4, 5]
     batch_slots.rows([Chunk(one, 8, 3, drafts=[70, 71]), Chunk(two, 6, 1)], 6)
     batch_slots.flush()
     assert views["rows_known"].tolist() == [-1, -1, -1, 7, -1, -1]
-    assert views["rows_room"].tolist() == [64, 64, 64, 128, 0, 0]
+    assert views["rows_room"].tolist() == [64, 64, 64, 22, 0, 0]
 
 
 def test_the_last_change_wins() -> None:
