@@ -84,12 +84,12 @@ class Column:
         return EngineConfig(dummy=size, quantize=self.quantize, device=self.device.name)
 
     def fits(self, size: str, beside_bytes: int = 0) -> bool:
-        """Returns whether it fits beside so many bytes more."""
+        """Returns whether it fits beside so many bytes more, with all of its experts."""
         try:
-            plan_of(settle(self.config(size), self.device), self.device, self.device.free_bytes() - beside_bytes)
+            model = settle(self.config(size), self.device)
+            return not plan_of(model, self.device, self.device.free_bytes() - beside_bytes).outside_bytes
         except (ConfigError, CheckpointError):
             return False
-        return True
 
     def roof(self, size: str) -> float:
         """Tokens a second of one sequence of a text model, if the memory's speed were all."""
