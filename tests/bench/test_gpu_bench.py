@@ -42,7 +42,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
 def test_a_prompt_that_comes_again_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "DeviceStore", lambda device: DeviceStore("cpu"))
+    monkeypatch.setattr(gpu, "DeviceStore", lambda device, **given: DeviceStore("cpu", **given))
     monkeypatch.setattr(gpu, "begin_compiling", lambda *given: SimpleNamespace(wait=lambda progress: None))
     config = EngineConfig(model=str(tiny_checkpoint("dense")), max_model_len=128, max_step_tokens=128, n_pages=8)
     engine = gpu.GpuModel.load(config).engine(Levers(), 1)
