@@ -33,7 +33,7 @@ from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.model import Model, TextModel
-from deltic.runtime.plan import Plan, TextPlan, refuse_little_memory
+from deltic.runtime.plan import Plan, TextPlan, brought, refuse_little_memory
 from deltic.text import SamplingDefaults, Tokenizer
 
 LEAST_PART = 0.05
@@ -403,15 +403,6 @@ def _link(plan: Plan[Any], model: Model[Any]) -> float | None:
     return None if file is None else disk_bandwidth(file)
 
 
-def outside_bytes(plan: TextPlan, n_seqs: int) -> float:
-    """Bytes of experts that a decode of n_seqs sequences finds outside, by uniform routing."""
-    shape = plan.shape
-    if not plan.outside_bytes:
-        return 0.0
-    used = 1 - (1 - shape.n_experts_per_tok / shape.n_experts) ** n_seqs
-    return plan.outside_bytes * used * (1 - plan.n_expert_slots / shape.n_experts)
-
-
 def _speed_table(
     plan: Plan[Any], weights: Weights | None, store: Store, roofs: tuple[float, float] | None, link: float | None = None
 ) -> Table:
@@ -448,7 +439,7 @@ def _speed_table(
             table.add_row(name, f"{n_bytes / 1e9:.2f}")
             continue
         memory_s, compute_s = n_bytes / roofs[0], n * work / roofs[1]
-        brought_s = outside_bytes(plan, n) / link if link else 0.0
+        brought_s = brought(plan, n) / link if link else 0.0
         least_s = max(memory_s, compute_s) + brought_s
         value = f"{1000 * least_s:.0f}" if plan.speaks else f"{n / least_s:.1f}"
         slower = "memory" if memory_s >= compute_s else "arithmetic"

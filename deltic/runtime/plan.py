@@ -491,6 +491,14 @@ def _pinned_bytes(plan: Plan[S]) -> int:
     return plan.ngram_bytes + (plan.outside_bytes if plan.n_expert_slots else 0)
 
 
+def brought(plan: TextPlan, n_seqs: int) -> float:
+    """Bytes of experts that a decode of n_seqs sequences brings from outside, by even routing: on a GPU of
+    those in no slot, on a CPU as many of those that it uses as of all.
+    """
+    used = 1 - (1 - plan.shape.n_experts_per_tok / plan.shape.n_experts) ** n_seqs
+    return plan.outside_bytes * used * (1 - plan.n_expert_slots / plan.shape.n_experts)
+
+
 def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> tuple[Plan[S], Plan[S]]:
     """The plan with experts outside before and after defaults are reduced: with as many inside as asked for;
     else those of half of the memory or less, if other things fit beside them, and of what these leave.

@@ -34,7 +34,7 @@ from deltic.runtime.cpu.buffers import build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.model import Model, PartWeights, SpeechModel, TextModel, Vision, of_stage
-from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan, counted, page_cost
+from deltic.runtime.plan import CACHE_SHARE, SpeechKind, SpeechPlan, TextKind, TextPlan, brought, counted, page_cost
 from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
 
 DEFAULT_SEQS = 32
@@ -178,17 +178,10 @@ LEAST_TOKENS_S = 0.2
 """Tokens a second of one sequence below which a model with experts on the disk is refused."""
 
 
-def disk_tokens_s(plan: TextPlan, bandwidth: float) -> float:
-    """Tokens a second of one sequence, if reading experts from the disk at so many bytes a second were all,
-    and as many of those that a token uses were in memory as of all.
-    """
-    return bandwidth / (plan.outside_bytes * plan.shape.n_experts_per_tok / plan.shape.n_experts)
-
-
 def check_disk(file: Path, plan: TextPlan) -> None:
     """Raises ConfigError where experts that stay in a packed file would come too slowly."""
     bandwidth = disk_bandwidth(file)
-    if (found := disk_tokens_s(plan, bandwidth)) < LEAST_TOKENS_S:
+    if (found := bandwidth / brought(plan, 1)) < LEAST_TOKENS_S:
         raise ConfigError(
             f"{plan.outside_bytes / 1e9:.1f} GB of experts do not fit into memory, and the disk of {file} gives "
             f"{bandwidth / 1e6:.0f} MB/s: {found:.2f} tokens/s at most, and under {LEAST_TOKENS_S} is refused; take a faster disk, "
