@@ -4,9 +4,13 @@ what was used last.
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +21,18 @@ from deltic.engine.engine import Engine
 from deltic.runtime import plan as planner
 from deltic.runtime.build import build_runner, settle
 from deltic.runtime.plan import make_plan
+from tests import tiny
 from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
+from tests.tiny_quantised import tiny_quantised
 
 pytest.importorskip("triton")
+from deltic.models.qwen.gpu_experts import slot_bytes
 from deltic.models.qwen.weights import Moe
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import Routing
+from deltic.ops.gpu import moe_decode as moe_decode_module
+from deltic.ops.gpu import weight
 from deltic.ops.gpu.expert_slots import (
     Counts,
     ExpertSlots,
@@ -40,9 +50,12 @@ from deltic.ops.gpu.weight import mapped_memory
 from deltic.ops.matrix import Matrix
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
-from tests.gpu.test_gpu_engine import Entry, answers, prompt, request
+from tests.gpu.test_gpu_drafts import SMALL, small_checkpoint
+from tests.gpu.test_gpu_engine import HAS_GPU, Entry, answers, prompt, request
+from tests.gpu.test_gpu_lora import adapter_of
 from tests.gpu.test_gpu_moe import _blocks
 from tests.gpu.test_gpu_moe_formats import HIDDEN, MIXES, N_EXPERTS, WIDTH, K, Layer
+from tests.gpu.test_gpu_quantised_engine import k_m
 
 FORMATS = ["int4-g128-bfloat16", "fp8", "Q4_K", "NVFP4", "gate and up apart", "routed experts in bf16"]
 ROUTING = Routing(K, True)
@@ -182,33 +195,133 @@ def test_a_layer_has_one_slot_at_least_and_no_more_than_experts(device: str) -> 
             slots_of(w.gate_up, w.down, n, device)
 
 
+def test_memory_of_the_host_is_unlocked_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gets the same address next would be refused, and the pages would stay locked."""
+    locked = dict[int, int]()
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
+            assert address not in locked
+            locked[address] = n_bytes
+            return 0 if n_bytes < 1 << 20 else 712
+
+        def cudaHostUnregister(self, address: int) -> int:
+            assert ctypes.string_at(address, 1) == b"\7", "it is still there"
+            del locked[address]
+            return 0
+
+    monkeypatch.setattr(weight, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    for _ in range(3):
+        memory = mapped_memory((2, 4096))
+        memory.fill_(7)
+        assert locked == {memory.data_ptr(): 8192} and memory.shape == (2, 4096)
+        rest = memory[1]
+        del memory
+        assert len(locked) == 1 and bool((rest == 7).all()), "a view of it is left"
+        del rest
+        assert not locked
+    with pytest.raises(MemoryError, match=r"0\.0 GB of the host's memory cannot be mapped for the GPU \(712\)"):
+        mapped_memory((1, 1 << 20))
+
+
+# Whole models.
+
+
 @cache
-def runner(expert_memory: float | None, n_drafts: int = 0) -> GpuTextRunner:
+def without_a_head() -> Path:
+    """A small mixture whose drafts are those of n-grams."""
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.set_sizes(patch, SMALL)
+        return tiny_checkpoint("moe", seed=2)
+
+
+DRAFTS: dict[str, Any] = {"max_drafts": 4}
+LORA: dict[str, Any] = {"allow_lora_loading": True, "max_loras": 2, "max_lora_rank": 20, "lora_gb": 0.05}
+MODELS: dict[str, tuple[Callable[[], Path], dict[str, Any]]] = {
+    "int4": (lambda: tiny_checkpoint("moe"), {"quantize": "int4"}),
+    "guesses of a draft head": (lambda: small_checkpoint("moe"), DRAFTS),
+    "drafts of n-grams": (without_a_head, DRAFTS),
+    "adapters": (lambda: small_checkpoint("moe"), LORA),
+    "Flash-Next": (lambda: tiny_checkpoint("flash"), {}),
+    "GGUF": (lambda: tiny_gguf("moe", k_m), {}),
+    "NVFP4": (lambda: tiny_quantised("moe", "nvfp4").path, {}),
+    "FP8": (lambda: tiny_quantised("moe", "qwen-fp8").path, {}),
+}
+"""Checkpoints, and settings beside the memory of experts."""
+SHORT = ("drafts of n-grams", "adapters")
+"""Those that are no long tests: what starts other kernels, on a small model."""
+
+
+@cache
+def runner(name: str, share: float | None) -> GpuTextRunner:
+    """With slots for this share of the experts, one at least. None: with all experts on the GPU, and without drafts."""
+    path, settings = MODELS[name]
+    gb = None
+    if share is not None:
+        here = runner(name, None)
+        gb = share * here.plan.shape.n_experts * slot_bytes(here.model.weights) / 1e9
+    settings = {key: value for key, value in settings.items() if share is not None or key not in DRAFTS}
     config = EngineConfig(
-        model=str(tiny_checkpoint("moe")), quantize="int4", max_num_seqs=8, max_model_len=512, max_step_tokens=384, n_pages=24,
-        n_checkpoints=2, expert_memory=expert_memory, max_drafts=n_drafts,
+        model=str(path()), max_num_seqs=8, max_model_len=512, max_step_tokens=384, n_pages=30, n_checkpoints=2, expert_memory=gb, **settings
     )  # fmt: skip
-    return build_runner(config, lambda stage, done: None, Gpu())
+    found: GpuTextRunner = build_runner(config, lambda stage, done: None, Gpu())
+    for seed in (1, 2) if found.adapters is not None else ():
+        assert found.adapters.load_now(adapter_of(found.plan.shape, seed)).error is None
+    return found
+
+
+def ask(
+    runner: GpuTextRunner, prompts: list[list[int]], n_tokens: int, **params: Any
+) -> tuple[dict[str, list[Entry]], Engine]:
+    """Answers of all at once; where there are adapters, of one without and of one with each."""
+    engine = Engine(runner)
+    for i, ids in enumerate(prompts):
+        one = request(f"{i}", ids, n_tokens, **params)
+        one.adapter = bytes([i % 3] * 16) if runner.adapters is not None and i % 3 else b""
+        engine.add(one)
+    return answers(engine), engine
+
+
+@pytest.fixture
+def in_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has one row routed as several are, as where experts are outside: in the interpreter another way has numpy's other bits."""
+    if not HAS_GPU:
+        tiles = moe_decode_module.moe_tiles
+        monkeypatch.setattr(moe_decode_module, "moe_tiles", lambda n, w: replace(tiles(n, w), alone=False))
 
 
 @pytest.mark.long
-def test_answers_are_those_of_a_model_on_the_gpu(device: str) -> None:
+def test_answers_are_those_of_a_model_on_the_gpu(in_lists: None) -> None:
     """A prompt whose prefill takes whole layers, one that does not, and decodes together; and what is counted."""
-    prompts = [prompt(n, n) for n in ((260, 5) if device == "cpu" else (300, 5, 64, 130))]
-    n_tokens = 2 if device == "cpu" else 24
-
-    def ask(runner: GpuTextRunner) -> dict[str, list[Entry]]:
-        engine = Engine(runner)
-        for i, ids in enumerate(prompts):
-            engine.add(request(f"{i}", ids, n_tokens))
-        return answers(engine)
-
-    few, all_here = runner(0.0), runner(None)
+    prompts = [prompt(n, n) for n in ((300, 5, 64, 130) if HAS_GPU else (260, 5))]
+    few, all_here = runner("int4", 0.0), runner("int4", None)
     assert few.plan.n_expert_slots == 1 and all_here.plan.n_expert_slots == 0
     assert few.plan.outside_bytes == all_here.plan.weight_bytes - few.plan.weight_bytes > 0
-    assert ask(few) == ask(all_here)
+    n_tokens = 24 if HAS_GPU else 2
+    assert ask(few, prompts, n_tokens)[0] == ask(all_here, prompts, n_tokens)[0]
     assert all_here.experts is None and few.experts is not None
     assert few.experts.n_bytes > few.experts.n_fetched > 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MODELS]
+)
+def test_what_else_a_model_has_keeps_its_answers(name: str, in_lists: None) -> None:
+    """Drafts, which share what their rows bring; adapters; other models and formats; warm and cold slots."""
+    prompts = [prompt(n, n) for n in ((300, 5, 64, 130) if HAS_GPU else (20, 5))]
+    drafts, n_tokens = "max_drafts" in MODELS[name][1], 24 if HAS_GPU else 2
+    if drafts:
+        n_tokens = max(n_tokens, 10)
+    bias = {"logit_bias": {7: 6.0}} if drafts else {}  # an answer that repeats is drafted
+    expected, _ = ask(runner(name, None), prompts, n_tokens, **bias)
+    for share in (0.0, 0.7) if HAS_GPU else (0.7,):
+        outside = runner(name, share)
+        assert 0 < outside.plan.n_expert_slots < outside.plan.shape.n_experts
+        found, engine = ask(outside, prompts, n_tokens, **bias)
+        assert found == expected
+        assert not drafts or engine.stats().n_drafted > 0
+        assert outside.experts is not None and outside.experts.n_fetched > 0
 
 
 def test_a_plan_leaves_outside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,3 +341,13 @@ def test_a_plan_leaves_outside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch
     dense = settle(EngineConfig(dummy="qwen3.5-4b", expert_memory=1.0, device="cuda"), gpu)
     with pytest.raises(ConfigError, match=r"--expert-memory 1.0: the model has no routed experts; leave it out"):
         make_plan(gpu.text, dense, 80 * 10**9, host_free_bytes=64 * 10**9)
+
+
+def test_several_gpus_are_refused_by_name() -> None:
+    """As is one that runs the parts of several."""
+    for more, gpu in (({"tensor_parallel": 2}, Gpu((), 2)), ({"tp_invariant": 2}, Gpu((), 1, 2))):
+        config = EngineConfig(dummy="qwen3.6-35b-a3b", expert_memory=1.0, device="cuda", **more)
+        with pytest.raises(
+            ConfigError, match=r"--expert-memory 1.0: experts are outside of one GPU, .*--tp-invariant; leave it out"
+        ):
+            make_plan(gpu.text, settle(config, gpu), 80 * 10**9, host_free_bytes=64 * 10**9)

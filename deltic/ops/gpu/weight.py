@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,20 +67,32 @@ def to_device(array: Array, device: torch.device | str) -> Tensor:
     return (host.view(torch.bfloat16) if plain is not array else host).to(device, non_blocking=True)
 
 
+class _Mapped(mmap.mmap):
+    """Memory of its own; `unlock` is called in front of its end."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
 def mapped_memory(size: tuple[int, ...]) -> Tensor:
     """uint8 memory of the host, at a whole page, which GPUs read and write by its address. (Torch's own would
     be as large as the next power of two.) Raises MemoryError where the system locks no more.
     """
     n_bytes = math.prod(size)
-    memory = mmap.mmap(-1, n_bytes)
+    memory = _Mapped(-1, n_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     found = torch.frombuffer(memory, dtype=torch.uint8)
     if not INTERPRETED:
-        error = torch.cuda.cudart().cudaHostRegister(found.data_ptr(), n_bytes, 0)
-        if int(error):
+        runtime, address = torch.cuda.cudart(), found.data_ptr()
+        if int(error := runtime.cudaHostRegister(address, n_bytes, 0)):
             raise MemoryError(f"{n_bytes / 1e9:.1f} GB of the host's memory cannot be mapped for the GPU ({error})")
+        # else the pages stay locked for ever, and what gets the address next is refused
+        memory.unlock = partial(runtime.cudaHostUnregister, address)
     return found.view(size)
 
 

@@ -198,7 +198,7 @@ class TextOnGpu(OnGpu, TextKind):
     def all_inside(self, model: Model[ModelShape]) -> str:
         if not model.shape.is_moe:
             return super().all_inside(model)
-        return "experts are outside of one GPU, not of several" if model.cuts else ""
+        return "experts are outside of one GPU, without --tensor-parallel and --tp-invariant" if model.cuts else ""
 
     def hold_experts(self, plan: TextPlan, n_bytes: int) -> TextPlan:
         n_experts, a_slot = plan.shape.n_experts, slot_bytes(_counted_weights(plan.shape, plan.quantize))
