@@ -45,6 +45,7 @@ class Step:
 
 GPU_27B, GPU_35B = "--dummy qwen3.5-27b --memory-gb 125", "--dummy qwen3.5-35b-a3b --memory-gb 125"
 GPU_SMALL = "--dummy qwen3.5-0.8b --memory-gb 60"
+OUTSIDE = "python -m bench.gpu.outside --dummy qwen3.6-35b-a3b --gb 4,8,12,16 --answers 250"
 GPU_FLAGS = "--n 1,4,16,64,128 --prompt 128 --output 256 --prefill 8192 --rounds 3 --out {out}"
 SPEECH = "python -m deltic bench speech --dummy qwen3-tts-0.6b --n 1 --no-plot --out {out}"
 SPEECH_ROUND = (
@@ -142,6 +143,11 @@ PLANS = {
                 f"python -m bench.gpu.constrained {GPU_SMALL} --n 16,64 --out {{out}}",
                 f"python -m bench.gpu.constrained {GPU_27B} --n 16,64 --out {{out}}",
             ),
+        ),
+        Step(
+            "outside",
+            8,
+            tuple(f"{OUTSIDE} --format {format} --out {{out}}" for format in ("int4-g128-bfloat16", "fp8")),
         ),
         Step("soak", 1.7, ("python -m bench.soak --minutes 1.2 --out {out}",)),
     ),

@@ -119,6 +119,44 @@ def lora(runs: Runs) -> str:
     return "\n\n".join((grid(["model", "ms", "without", "with adapters", "times"], rows), text, source(found, again)))
 
 
+def outside(runs: Runs) -> str:
+    """Decodes and prompts of mixtures whose experts are outside the GPU, by the memory of those in slots."""
+    again = [
+        f"python -m bench.gpu.outside --dummy qwen3.6-35b-a3b --format {format} --gb 4,8,12,16 --answers 250"
+        for format in GPU_FORMATS
+    ]
+    found = runs.newest("gpu-outside-*.json", gpu=True)
+    if not found:
+        return missing(*again)
+    rows, heads, answers = [], dict[str, None](), list[str]()
+    for run in found:
+        measured = [row for row in run.data["rows"] if "ms" in row]
+        for gb, skew in dict.fromkeys((row["gb"], row["skew"]) for row in measured):
+            of = [row for row in measured if (row["gb"], row["skew"]) == (gb, skew)]
+            heads |= dict.fromkeys(
+                f"prefill of {row['prefill']:,}" if "prefill" in row else f"N = {row['n']}" for row in of
+            )
+            shares = [[percent(row[share]) for share in ("hits", "roof") if share in row] for row in of]
+            cells = [ranged(row["round_ms"], row["ms"]) for row in of]
+            if gb is not None:
+                cells = [", ".join((cell, *share)) for cell, share in zip(cells, shares, strict=True)]
+            rows.append(
+                [run.data["shape"], "all" if gb is None else f"{gb:g} GB, {of[0]['slots']}", f"{skew:g}", *cells]
+            )
+        compared = [row for row in run.data["rows"] if "compared" in row]
+        n, differ = (sum(row[of] for row in compared) for of in ("compared", "differ"))
+        answers.append(f"{differ} of {n:,} ({run.data['shape']})")
+    links, read = ([run.data["link"] / 1e9 for run in found], [run.data["roofs"]["read"] / 1e12 for run in found])
+    text = (
+        "Milliseconds; of decodes the share of experts that were in slots, and the part of the roof, which is to read what is used "
+        f"from the GPU's memory ({ranged(read)} TB/s) and to bring what is in no slot over the link ({ranged(links)} GB/s), one behind "
+        "the other; of prompts the part of the link's speed. The longest row of a router is so many times as long as the shortest: 1 "
+        f"is even routing. Answers that differ from those of all experts on the GPU: {', '.join(answers)}."
+    )
+    header = ["model", "experts in slots, of a layer", "longest row", *heads]
+    return "\n\n".join((grid(header, rows), text, source(found, *again)))
+
+
 def sums(runs: Runs) -> str:
     """Microseconds of what lies between two layers of a model on several GPUs."""
     again = "python -m bench.gpu.allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"

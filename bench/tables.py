@@ -472,6 +472,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "gpu-states": gpu_tables.states,
     "gpu-contexts": gpu_tables.contexts,
     "gpu-lora": gpu_tables.lora,
+    "gpu-outside": gpu_tables.outside,
     "lora": kv_tables.lora,
     "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained,

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
-from bench.gpu import ablate, contexts, drafts, experts, fill, host, lora
+from bench.gpu import ablate, contexts, drafts, experts, fill, host, lora, outside
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
@@ -33,7 +33,7 @@ from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.gpu.test_gpu_block_drafter import small
-from tests.gpu.test_gpu_drafts import build
+from tests.gpu.test_gpu_drafts import build, small_checkpoint
 from tests.gpu.test_gpu_lora import runner as adapted_runner
 from tests.tiny import tiny_checkpoint
 
@@ -278,6 +278,45 @@ def test_experts_by_cuts(format: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not made["failed"] and prefill["t"] == 64 and 1 <= plain["experts"] <= 6
     assert plain["TB_s"] == pytest.approx((plain["experts"] + 1) * n_bytes / 2e-6 / 1e12, rel=0.01)
     assert cut["cut"] == {"block_n": 32} and cut["same"] is True
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
+def test_experts_outside_beside_all_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are the same with half of the slots, what was brought is counted and part of the roof, and the table has it."""
+
+    def slow(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int) -> tuple[list[float], list[list[int]]]:
+        return [0.01], gpu.decode(engine, n, n_prompt, n_output, seed)[1]
+
+    monkeypatch.setattr(outside, "decode", slow)
+    monkeypatch.setattr(outside, "need_gpu", lambda *_: None)
+    monkeypatch.setattr(outside, "host_link", lambda: 1e8)
+    monkeypatch.setattr(outside.GpuRoofs, "measured", classmethod(lambda cls: cls(1e9, 7.9e14)))
+    monkeypatch.setattr(outside, "prefill_ms", lambda engine, n, rounds: [2.0] * rounds)
+    monkeypatch.setattr(gpu, "DeviceStore", lambda device, **given: DeviceStore("cpu", **given))
+    monkeypatch.setattr(gpu, "begin_compiling", lambda *given: SimpleNamespace(wait=lambda progress: None))
+    monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    sizes = {"max_model_len": 128, "max_step_tokens": 128, "n_pages": 16}
+    config = EngineConfig(model=str(small_checkpoint("moe")), **sizes)
+    out = tmp_path / "2026-01-01-h200"
+    given = dict(format=None, out=str(out), n="2", prefill="64", output=5, rounds=1, answers=3, minutes=9.0)
+    assert outside.bench(argparse.Namespace(gb="0.0001", skew="1,3", **given), config) == 0
+    (file,) = out.glob("gpu-outside-*.json")
+    found = json.loads(file.read_text())
+    assert [row["differ"] for row in found["rows"][5:]] == [0] * 5
+    assert [row["compared"] for row in found["rows"][5:]] == [2, 0, 2, 0, 3]
+    one = found["rows"][5]
+    brought = 4 * 2 * 3 * 64 * 32 * 2
+    assert one["slots"] == 2 and one["hits"] == 0.5 and one["mb"] == 0.1, "all four experts of a layer are used"
+    assert one["roof"] == pytest.approx(found["rows"][0]["roof"] + brought / 1e8 / 0.01, abs=2e-4)
+    found["code"]["modified"], found["shape"] = False, "tiny"
+    file.write_text(json.dumps(found))
+    made = gpu_tables.outside(Runs(tmp_path))
+    assert "| tiny | all | 1 |" in made and "| tiny | 0.0001 GB, 2 | 3 |" in made and "0 of 7 (tiny)" in made
+    assert "| N = 2 | prefill of 64 |" in made
+    late = given | {"minutes": 0.0, "answers": 0, "out": str(tmp_path / "late")}
+    outside.bench(argparse.Namespace(gb="0.0001", skew="1", **late), config)
+    assert len(json.loads(next((tmp_path / "late").glob("*.json")).read_text())["rows"]) == 2, "no memory was begun"
 
 
 def test_a_picture_is_encoded(device: str) -> None:
