@@ -575,6 +575,9 @@ MEASURED = (
 )
 """Settings of an engine that benches of a model on a GPU take, too."""
 
+DECIDE_BITS = ("state_dtype", "tp_invariant", "lever", "seed")
+"""Settings that decide the bits of answers, beside what an engine tells of itself."""
+
 _FOR_A_CHILD = """
 allow_audio_dir allow_audio_host client_timeout_s default_max_tokens drain_notice_s drain_s engine_timeout_s
 fetch_images_from log_format log_level log_prompts max_body_mb max_logprobs max_n max_queue

@@ -18,6 +18,8 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.shard import cut
+from deltic.models.qwen.weights import dummy_formats
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.gpu.launch import Levers
 from deltic.runtime import plan as planner
@@ -92,6 +94,18 @@ def cases_with_drafters() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, i
             yield f"cpu text {name} with a drafter {budget} GB", cpu.Cpu.text, PUBLISHED[name], config, budget * GB
 
 
+def cases_in_parts() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, int, dict[str, Any]]]:
+    """The same of mixtures on several GPUs of 141 GB, and the parts of each."""
+    for name in ("qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b"):
+        for format in ("bf16", "fp8", "int4-g128-bfloat16"):
+            shape = replace(PUBLISHED[name], formats=dummy_formats(PUBLISHED[name], format))
+            for n in (2, 4, 8):
+                largest, cuts = cut(shape, n)
+                config = EngineConfig(dummy=name, tensor_parallel=n)
+                parts = {"cuts": cuts, "n_gpus": n}
+                yield f"gpu text {name} {format} on {n} GPUs", KINDS["gpu text"][0], largest, config, 141 * GB, parts
+
+
 def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int, **parts: Any) -> str:
     """A plan in one line, or why there is none. The buffers of a step are in it by a hash of their names and sizes."""
     n_real = shape.n_drawn if isinstance(kind, SpeechKind) else shape.vocab_size
@@ -108,7 +122,8 @@ def all_plans() -> dict[str, str]:
     with mock.patch.object(planner, "memory_bound", lambda: ""):
         plans = {case: plan_of(*made) for case, *made in cases()}
         with_drafters = cases_with_drafters()
-        return plans | {case: plan_of(*made, drafter=drafter_of(made[1])) for case, *made in with_drafters}
+        plans |= {case: plan_of(*made, drafter=drafter_of(made[1])) for case, *made in with_drafters}
+        return plans | {case: plan_of(*made, **parts) for case, *made, parts in cases_in_parts()}
 
 
 if __name__ == "__main__":

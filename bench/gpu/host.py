@@ -1,8 +1,9 @@
 """What the host costs a step on a GPU, without one: `python -m bench.gpu.host`.
 
 An engine for a tiny model runs on the CPU with recordings that start nothing, so that only the host's work is
-left: schedule, send changes, read tokens, commit. Prints CPU microseconds of a step in which all sequences
-decode. What starting a recording and a copy takes the driver is not in it.
+left: schedule, send changes, read tokens, commit. Prints microseconds of a step in which all sequences
+decode, of all threads' CPU and of the wall. With --ranks 2 two GPUs are played by two such runners, each with
+its thread. What starting a recording and a copy takes the driver is not in it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import torch
+
 from deltic.bench.provenance import checked, code, machine, now, runs_directory
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import device
+from deltic.runtime.gpu.parallel import GpuThread, ParallelRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.tiny import tiny_checkpoint
 
@@ -46,18 +50,29 @@ def make_runner(n: int) -> GpuTextRunner:
     return runner
 
 
-def steps_us(runner: GpuTextRunner, n: int) -> list[float]:
-    """CPU microseconds of each step of n decodes."""
+def as_ranks(runners: list[GpuTextRunner]) -> ParallelRunner:
+    """Makes one of them, as of GPUs that hold parts of a model."""
+    joint, first = object.__new__(ParallelRunner), runners[0]
+    names = ("plan", "levers", "max_logit_rows", "tiers", "pictures", "adapters", "pools", "experts", "info", "replays")
+    for name in names:
+        setattr(joint, name, getattr(first, name))
+    joint.runners, joint.first, joint._lost = runners, first, None
+    joint._threads = [GpuThread(torch.device("cpu")) for _ in runners]
+    return joint
+
+
+def steps_us(runner: GpuTextRunner | ParallelRunner, n: int) -> list[tuple[float, float]]:
+    """Microseconds of each step of n decodes: of all threads' CPU, and of the wall."""
     engine, rng = Engine(runner), random.Random(0)
     params = SamplingParams(max_tokens=N_STEPS + 100, temperature=1.0, seed=1, ignore_eos=True)
     for i in range(n):
         engine.add(Request(id=f"{i}", prompt_ids=[rng.randrange(250) for _ in range(64)], params=params))
-    times: list[float] = []
+    times = list[tuple[float, float]]()
     while len(times) < N_STEPS:
-        begin = time.thread_time()
+        begin = time.process_time(), time.perf_counter()
         outputs = engine.step()
         if len(checked(outputs)) == n and engine.n_steps > n // 16 + 5:  # no prompt is beside them
-            times.append((time.thread_time() - begin) * 1e6)
+            times.append(((time.process_time() - begin[0]) * 1e6, (time.perf_counter() - begin[1]) * 1e6))
     for i in range(n):
         engine.abort(f"{i}")
     return times
@@ -66,19 +81,28 @@ def steps_us(runner: GpuTextRunner, n: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", default="1,64,256,512")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out")
     arguments = parser.parse_args()
     sizes = [int(n) for n in arguments.n.split(",")]
-    runner = make_runner(max(sizes))
+    runners = [make_runner(max(sizes)) for _ in range(arguments.ranks)]
+    runner = as_ranks(runners) if len(runners) > 1 else runners[0]
     gc.collect()
     gc.freeze()  # as the engine's process does
     rows = []
     for n in sizes:
-        times = sorted(steps_us(runner, n))
-        rows.append({"n": n, "step_us": statistics.median(times), "p90_us": times[len(times) * 9 // 10]})
+        times, walls = (sorted(part) for part in zip(*steps_us(runner, n), strict=True))
+        row = {"n": n, "step_us": statistics.median(times), "p90_us": times[len(times) * 9 // 10]}
+        rows.append(row | {"wall_us": statistics.median(walls)})
         print(json.dumps({name: round(value, 1) for name, value in rows[-1].items()}), flush=True)
     path = runs_directory(arguments.out) / f"steps-gpu-{now():%H%M%S}.json"
-    head = {"bench": "host-gpu", "date": now().isoformat(), "machine": machine(), "code": code()}
+    head = {
+        "bench": "host-gpu",
+        "ranks": arguments.ranks,
+        "date": now().isoformat(),
+        "machine": machine(),
+        "code": code(),
+    }
     path.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     print(path)
 

@@ -70,16 +70,18 @@ class GpuModel:
     weights: list[list[Weights]]
     format: str | None
     """Format of random weights, see `dummy_formats`."""
+    n_layers: int | None = None
+    """Layers of a dummy that are run, the first ones; None: all."""
 
     @classmethod
-    def load(cls, config: EngineConfig, format: str | None = None) -> GpuModel:
+    def load(cls, config: EngineConfig, format: str | None = None, n_layers: int | None = None) -> GpuModel:
         """Loads what the settings name, with the draft head if they have drafts, and without a vision tower.
 
-        format: of a dummy, see `dummy_formats`. Raises ConfigError.
+        format, n_layers: of a dummy, see `settle_text`. Raises ConfigError.
         """
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
         device.find_reach()
-        run = settle_text(config, device, format)
+        run = settle_text(config, device, format, n_layers)
         if run.shape.has_draft_head and device.n_cuts > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
 
@@ -91,7 +93,7 @@ class GpuModel:
             if run.cuts
             else [[load(DeviceStore("cuda", has_experts=config.expert_memory is None), None)]]
         )
-        return cls(run, device, weights, format)
+        return cls(run, device, weights, format, n_layers)
 
     def engine(self, levers: Levers, n_rows: int, adapters: AdapterRoom = NO_ADAPTERS, **settings: Any) -> Engine:
         """Makes an engine for up to n_rows sequences, without a prefix cache: prompts come again. The one
@@ -104,7 +106,7 @@ class GpuModel:
         config = replace(
             self.run.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, allow_cache_transfer=False, **settings
         )
-        model = replace(settle_text(config, self.device, self.format), tower=None, adapters=adapters)
+        model = replace(settle_text(config, self.device, self.format, self.n_layers), tower=None, adapters=adapters)
         held = (
             sum(part.n_bytes for part in of_gpu) - (len(of_gpu) - 1) * of_gpu[0].embed.n_bytes
             for of_gpu in self.weights
@@ -309,8 +311,9 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     need_gpu(arguments.as_chip)
     rows, prompts = numbers(arguments.n, "--n", int), numbers(arguments.prefill, "--prefill", int)
     roofs, name, levers = GpuRoofs.measured(), shape_name(arguments, config), parse_levers(config.lever)
+    name += f"-layers-{arguments.layers}" if arguments.layers else ""
     begin = time.perf_counter()
-    model = GpuModel.load(config, arguments.format)
+    model = GpuModel.load(config, arguments.format, arguments.layers)
     weights_s = time.perf_counter() - begin
     begin = time.perf_counter()
     engine = model.engine(levers, max(rows))

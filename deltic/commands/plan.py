@@ -24,6 +24,7 @@ from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store, shares_t
 from deltic.models.packed import cache_file
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import whole
 from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
@@ -128,7 +129,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
         console.print(f"The table of n-grams, {table_bytes / 1e9:.1f} GB, {where[0]}: {n_rows}. {where[1]}")
     console.print(_fit_table(plan))
     if config.lora and not plan.speaks:
-        for name, adapter in given_adapters(config, plan.shape).items():
+        for name, adapter in given_adapters(config, whole(plan.shape, plan.cuts)).items():
             console.print(_adapter_table(name, adapter))
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
@@ -148,7 +149,7 @@ def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
 
 
 def _parts(plan: Plan[Any]) -> str:
-    shape: Any = plan.cuts[0].whole if plan.cuts else plan.shape
+    shape: Any = whole(plan.shape, plan.cuts)
     size = f"{shape.n_params / 1e9:.2f} B parameters"
     if plan.speaks:
         return (
@@ -175,7 +176,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     buffers = dict(plan.workspace)
     streams = buffers.pop("vocoder states", 0)
     pictures = sum(n_bytes for name, n_bytes in buffers.items() if name == "pictures" or name.startswith("vision "))
-    buffers.pop("adapters", 0)
+    adapters = buffers.pop("adapters", 0)
     buffers = {name: n for name, n in buffers.items() if name != "pictures" and not name.startswith("vision ")}
     largest = sorted(buffers.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
@@ -218,7 +219,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         "pages": (plan.pages_bytes, _pages_text(plan, unit)),
         "host tier": (plan.host_bytes, host),
         "adapters": (
-            plan.adapters.n_bytes,
+            adapters,
             f"room for {plan.adapters.n} of rank up to {plan.adapters.rank}; their buffers are in the workspace",
         ),
         "experts": (

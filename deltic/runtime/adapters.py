@@ -82,7 +82,7 @@ class Adapters:
     def __init__(self, shape: ModelShape, room: AdapterRoom, memory: AdapterMemory) -> None:
         self._shape, self._room, self._memory = shape, room, memory
         self._loaded: dict[int, _Loaded] = {}  # by slot
-        self._work: deque[tuple[LoadAdapter, Future[Adapter] | Future[None], _Loaded | None]] = deque()
+        self._work: deque[tuple[LoadAdapter, Future[tuple[Adapter, int]] | Future[None], _Loaded | None]] = deque()
         self._pool = ThreadPoolExecutor(1, "adapters", initializer=be_nice)
 
     @property
@@ -101,15 +101,12 @@ class Adapters:
 
     def load(self, command: LoadAdapter) -> None:
         """Begins to load; `poll` answers, in the order of the commands."""
-        reading = self._pool.submit(read_adapter, Path(command.path), self._shape)
-        self._work.append((command, reading, None))
+        self._work.append((command, self._pool.submit(self._read, Path(command.path)), None))
 
     def load_now(self, source: Path | Adapter) -> AdapterLoaded:
         """Loads before there are steps. Raises CheckpointError."""
-        if isinstance(source, Adapter):
-            self._work.append((LoadAdapter(source.key.hex()), self._pool.submit(lambda: source), None))
-        else:
-            self.load(LoadAdapter(str(source)))
+        command = LoadAdapter(source.key.hex() if isinstance(source, Adapter) else str(source))
+        self._work.append((command, self._pool.submit(self._read, source), None))
         while self.is_waiting:
             with contextlib.suppress(Exception):  # `poll` says it
                 self._work[0][1].result()
@@ -135,7 +132,7 @@ class Adapters:
                 result = done.result()
                 if one is None:
                     assert result is not None
-                    answer = self._place(command, result)
+                    answer = self._place(command, *result)
                 else:
                     self._memory.open(one.adapter_slot)
                     one.is_open = True
@@ -155,7 +152,12 @@ class Adapters:
         """Leaves what is under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _place(self, command: LoadAdapter, adapter: Adapter) -> AdapterLoaded | None:
+    def _read(self, source: Path | Adapter) -> tuple[Adapter, int]:
+        """An adapter and its bytes, in the pool's thread: those of a part of it are copied to be counted."""
+        adapter = source if isinstance(source, Adapter) else read_adapter(source, self._shape)
+        return adapter, self._memory.bytes_of(adapter)
+
+    def _place(self, command: LoadAdapter, adapter: Adapter, n_bytes: int) -> AdapterLoaded | None:
         """Gives an adapter its place and begins to write it; an answer if that is all. Raises ConfigError
         where there is no room.
         """
@@ -164,7 +166,7 @@ class Adapters:
             known.n_loads += 1
             return _answer(command, known)
         self._free()
-        room, n_bytes = self._room, self._memory.bytes_of(adapter)
+        room = self._room
         if adapter.rank > room.rank:
             raise ConfigError(
                 f"{command.path}: rank {adapter.rank}; this server has room for {room.rank}: --max-lora-rank"
@@ -221,21 +223,16 @@ def given_adapters(config: EngineConfig, shape: ModelShape) -> dict[str, Adapter
     return found
 
 
-def refuse_sizes(config: EngineConfig) -> None:
-    """Raises ConfigError for the size of a room that nothing would use."""
-    for name in ("max_loras", "max_lora_rank", "lora_gb"):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: there are no adapters; give --lora or --allow-lora-loading, too"
-            )
-
-
 def adapter_room(config: EngineConfig, given: Mapping[str, Adapter], bytes_of: Callable[[Adapter], int]) -> AdapterRoom:
     """Room for adapters, by the settings and by those of --lora. Raises ConfigError where these do not fit in
     it.
     """
     if not given and not config.allow_lora_loading:
-        refuse_sizes(config)
+        for name in ("max_loras", "max_lora_rank", "lora_gb"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: there are no adapters; give --lora or --allow-lora-loading, too"
+                )
         return NO_ADAPTERS
     sizes = dict[bytes, int]()
     for name, adapter in given.items():

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,12 +31,12 @@ from deltic.models.joint_head import HeadShape, JointHead
 from deltic.models.loading import PACKED, forget_headers, open_tensors, without_skipped
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.shard import cut
+from deltic.models.qwen.shard import cut, whole
 from deltic.models.qwen.weights import MIXES, UNUSED, dummy_formats, has_head, stored_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import check_tower, picture_rules, stored_tower, stored_vision_shape, tower_place
 from deltic.ops.formats import WEIGHT_FORMATS
-from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom, Adapters, adapter_room, given_adapters, refuse_sizes
+from deltic.runtime.adapters import Adapters, adapter_room, given_adapters
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import embedder_info, precision
@@ -139,13 +140,19 @@ def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
     return SpeechModel(config=config, directory=directory, shape=shape, n_real=shape.n_drawn)
 
 
-def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = None) -> TextModel:
-    """Does what `settle` does for a language model."""
+def settle_text(
+    config: EngineConfig, device: Cpu | Gpu, format: str | None = None, n_layers: int | None = None
+) -> TextModel:
+    """Does what `settle` does for a language model. n_layers: of random weights, the first ones alone."""
     known = (*WEIGHT_FORMATS, *MIXES)
     if format is not None and (config.dummy is None or config.quantize or format not in known):
         raise ConfigError(f"--format {format}: with --dummy, without --quantize, and one of {', '.join(known)}")
     config = without_foreign(config, device.name, "text")
     directory, shape = locate(config)
+    if n_layers is not None:
+        if config.dummy is None or not 4 <= n_layers <= shape.n_layers:
+            raise ConfigError(f"--layers {n_layers}: with --dummy, and from 4 to {shape.n_layers}")
+        shape = replace(shape, layer_types=shape.layer_types[:n_layers])
     embedder = embedder_in(directory) if config.dummy is None else None
     joint_head = HeadShape.of(directory, shape.hidden_size) if config.dummy is None and directory.is_dir() else None
     if embedder is not None:
@@ -155,14 +162,11 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
     max_drafts = device.text.max_drafts(config, shape)
     if drafter is not None and config.max_drafts is None:
         max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
-    if max_drafts and device.n_cuts > device.n_gpus:
-        raise ConfigError(
-            f"--max-drafts {max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
-        )
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
     has_mtp = max_drafts > 0 and drafter is None  # one of the two
-    if has_mtp and device.name == "cuda" and shape.n_streams > 1:
-        has_mtp, notices = False, (*notices, "the draft head is not run: a GPU runs none over several streams yet")
+    over = "streams" if shape.n_streams > 1 else "parts of a model" if device.n_cuts > device.n_gpus else ""
+    if has_mtp and device.name == "cuda" and over:
+        has_mtp, notices = False, (*notices, f"the draft head is not run: a GPU runs none over several {over} yet")
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)
@@ -170,8 +174,6 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
         shape = replace(shape, formats=dummy_formats(shape, format))
     if embedder is not None and not has_head(directory):
         shape = replace(shape, tie_word_embeddings=True)  # nothing is drawn from what it gives
-    if joint_head is not None and device.n_cuts > 1:
-        joint_head, notices = None, (*notices, "the joint head is not run: its decisions need one GPU")
     if drafter is not None:
         shape = replace(shape, feature_layers=drafter.shape.target_layer_ids)
     quantize, rest = resolve_quantize(config, directory, shape.formats)
@@ -180,8 +182,14 @@ def settle_text(config: EngineConfig, device: Cpu | Gpu, format: str | None = No
     )
     device.check(config, directory)
     tower, no_pictures = find_tower(config, directory, shape, device.text)
-    adapters = _adapter_room(config, shape, device)  # before the cut, whose refusal would say less
     largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
+    if n_idle := sum(part.is_idle for part in cuts):
+        notices = (
+            *notices,
+            f"{n_idle} of {len(cuts)} parts have no inner columns that are theirs: groups of scales are wide",
+        )
+    bytes_of = partial(device.text.adapter_bytes, cuts=cuts)
+    adapters = adapter_room(config, given_adapters(config, shape), bytes_of)
     with naming(None if config.dummy else directory):
         for each in (largest, *(part.shape for part in cuts)):
             device.text.check(each)
@@ -227,18 +235,6 @@ def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape, devic
             f"draft model {place}: a model in {device.n_cuts} parts runs none yet; leave it out, or give --tensor-parallel 1"
         )
     return FoundDrafter(place, drafter)
-
-
-def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) -> AdapterRoom:
-    """Room for adapters. Raises ConfigError for adapters that this device or model does not apply."""
-    if device.n_cuts == 1:
-        return adapter_room(config, given_adapters(config, shape), device.text.adapter_bytes)
-    if config.lora or config.allow_lora_loading:
-        raise ConfigError(
-            "--lora and --allow-lora-loading: adapters are applied on one GPU; leave --tensor-parallel and --tp-invariant out"
-        )
-    refuse_sizes(config)
-    return NO_ADAPTERS
 
 
 def find_tower(
@@ -387,7 +383,7 @@ def judge_of(model: TextModel, shape: HeadShape) -> Judge:
     Raises CheckpointError, UnsupportedModelError.
     """
     tensors = open_tensors(model.directory, UNUSED)
-    ends = ("lm_head.weight", *(["embed_tokens.weight"] if model.shape.tie_word_embeddings else []))
+    ends = ("lm_head.weight", *(["embed_tokens.weight"] if whole(model.shape, model.cuts).tie_word_embeddings else []))
     name = next((name for end in ends for name in tensors if name.endswith(end)), ends[0])
     if name not in tensors or tensors[name].format is not None:
         found = "nothing" if name not in tensors else tensors[name].dtype

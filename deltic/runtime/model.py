@@ -27,7 +27,7 @@ from deltic.models.qwen.ngram_table import (
     ngram_table_of,
 )
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.shard import Cuts
+from deltic.models.qwen.shard import Cuts, whole
 from deltic.models.qwen.weights import AttnLayer, Weights, check_weights, dummy_weights, load_weights
 from deltic.models.tensors import quantization_config
 from deltic.models.tts import weights as tts
@@ -168,8 +168,7 @@ class TextModel(Model[ModelShape]):
             check_packed(self.directory / PACKED, self.shape)
             self.ngram_table_bytes()
         else:
-            shape = self.cuts[0].whole if self.cuts else self.shape
-            check_weights(self.directory, shape, self.config.rounded, store)
+            check_weights(self.directory, whole(self.shape, self.cuts), self.config.rounded, store)
         self.load_drafter(store)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
@@ -423,8 +423,8 @@ class TextKind(Kind[ModelShape]):
         """Raises UnsupportedModelError for a block drafter that the device's kernels cannot run."""
 
     @abstractmethod
-    def adapter_bytes(self, adapter: Adapter) -> int:
-        """Bytes of a LoRA adapter."""
+    def adapter_bytes(self, adapter: Adapter, cuts: Sequence[Cuts] = ()) -> int:
+        """Bytes of a LoRA adapter; cuts: the most that any part of a model takes."""
 
     def max_drafts(self, config: EngineConfig, shape: ModelShape) -> int:
         """Tokens of a draft, at most. 0: none are made."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from starlette.types import Receive
 
 from deltic import __version__
-from deltic.config import ServerConfig
+from deltic.config import DECIDE_BITS, ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.json_types import JsonObject
@@ -393,7 +393,8 @@ class Service:
         info = self.client.info
         run = info and (info.device, info.kernels, info.precision, info.kv_cache_dtype, Path(info.cache_files).name)
         adapter = self.adapter.path if self.adapter else ""
-        identity = repr((__version__, self.model_name, adapter, self.origin, run)).encode()
+        settings = [getattr(self.client.config, name) for name in DECIDE_BITS]
+        identity = repr((__version__, self.model_name, adapter, self.origin, run, settings)).encode()
         return f"fp_{hashlib.blake2b(identity, digest_size=6).hexdigest()}"
 
     @property

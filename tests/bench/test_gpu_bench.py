@@ -71,7 +71,12 @@ def test_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "N_STEPS", 5)
     runner = host.make_runner(3)
     n_replayed = runner.replays.n_replayed
-    assert all(0 < time < 1e6 for time in host.steps_us(runner, 2)) and runner.replays.n_replayed > n_replayed
+    assert all(0 < cpu < 1e6 and wall > 0 for cpu, wall in host.steps_us(runner, 2))
+    assert runner.replays.n_replayed > n_replayed
+    ranks = [runner, host.make_runner(3)]
+    before = [own.replays.n_replayed for own in ranks]
+    assert len(host.steps_us(host.as_ranks(ranks), 2)) == 5
+    assert len({own.replays.n_replayed - n for own, n in zip(ranks, before, strict=True)} - {0}) == 1, "of each as many"
 
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +89,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     device = SimpleNamespace(n_gpus=1, n_cuts=1)
     run = SimpleNamespace(shape=published_shape("qwen3.5-27b"))
     model = SimpleNamespace(run=run, engine=lambda levers, n: engine, device=device)
-    order: list[tuple[str, int]] = []
+    order, asked = list[tuple[str, int]](), list[tuple[object, ...]]()
 
     def decode(engine: object, n: int, n_prompt: int, n_output: int, seed: int) -> tuple[list[float], list[list[int]]]:
         order.append(("decode", n))
@@ -97,12 +102,20 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     load = gpu.GpuModel.load
-    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format: model))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *given: asked.append(given) or model))
     monkeypatch.setattr(gpu, "decode", decode)
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        as_chip=None, n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out)
+        as_chip=None,
+        n="1,128",
+        prompt=128,
+        output=256,
+        prefill="8192",
+        rounds=3,
+        format=None,
+        layers=None,
+        out=str(out),
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -123,6 +136,12 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
             ConfigError, match=f"--format {name}: with --dummy, without --quantize, and one of bf16, int8"
         ):
             load(config, name)
+    for layers in (3, 65):
+        with pytest.raises(ConfigError, match=f"--layers {layers}: with --dummy, and from 4 to 64"):
+            load(EngineConfig(dummy="qwen3.5-27b", device="cuda"), None, layers)
+    arguments.layers = 8
+    assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0 and asked[-1][1:] == (None, 8)
+    assert len([*out.glob("gpu-qwen3.5-27b-layers-8-*.json")]) == 1
     made = gpu_tables.decodes(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made

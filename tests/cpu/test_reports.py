@@ -98,7 +98,6 @@ def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
         ({"memory_gb": 20.0, "threads": 3}, "--threads 3 is for the CPU"),
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
         ({"memory_gb": 20.0, "tensor_parallel": 16}, "--tensor-parallel 16: give 1, 2, 4 or 8"),
-        ({"memory_gb": 20.0, "tp_invariant": 2, "max_drafts": 4}, "drafts need as many GPUs"),
     ],
 )
 def test_a_gpu_plan_is_refused_with_what_would_do(settings: dict[str, object], message: str, without_gpu: None) -> None:
@@ -155,6 +154,7 @@ def test_a_model_on_several_gpus_is_alone(monkeypatch: pytest.MonkeyPatch) -> No
     build.check_alone(several)  # there is no GPU: a variable of the environment means nothing
     monkeypatch.setattr(build, "sees_gpu", lambda: True)
     build.check_alone([several[0], EngineConfig(device="cpu")])
+    build.check_alone([EngineConfig(tp_invariant=2), several[1]])  # parts of one GPU wait for nobody
     with pytest.raises(ConfigError, match="--tensor-parallel 2: a model on several GPUs is served alone"):
         build.check_alone(several)
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.qwen.adapters import Delta
 from deltic.models.qwen.shape import ModelShape, published_shape
-from deltic.models.qwen.shard import Cuts, cut, share
+from deltic.models.qwen.shard import Cuts, Runs, cut, share
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, dummy_formats, load_weights, stored_shape
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
@@ -114,6 +115,44 @@ def is_idle(rank: dict[str, Array], part: str) -> bool:
     return end in ("gate", "up", "down") and not rank[f"{name} down"].any()
 
 
+def named(weights: Weights) -> dict[str, Array]:
+    """Matrices as they are run."""
+    parts = [*weights.named_parts(), ("embed", weights.embed), ("lm_head", weights.lm_head)]
+    return {name: values(part) for name, part in parts if isinstance(part, Matrix)}
+
+
+def of_part(matrix: Array, rows: Runs | None, columns: Runs | None) -> Array:
+    """Rows and columns of [n_matrices, n, k]."""
+    if rows is not None:
+        matrix = np.concatenate([matrix[:, begin:end] for begin, end in rows], axis=1)
+    if columns:
+        matrix = np.concatenate([matrix[:, :, begin:end] for begin, end in columns], axis=2)
+    return matrix
+
+
+def check_matrices(whole: Weights, part: Weights, cuts: Cuts) -> None:
+    """What `of_matrix` says is what the part has; and so it is of an adapter, with terms of some rows and of all."""
+    rng, of_whole = np.random.default_rng(0), named(whole)
+    assert named(part).keys() == of_whole.keys()
+    for name, found in named(part).items():
+        rows, columns = cuts.of_matrix(name)
+        m, n, k = of_whole[name].shape
+        expected = of_part(of_whole[name], rows, columns)
+        assert (not found.any()) if columns == () else np.array_equal(found, expected), name
+        for first, n_rows in ((0, n), (n // 3, n // 2)):
+            size = (m, 3, k), (m, n_rows, 3)
+            delta = Delta(first, *(rng.integers(-9, 9, one).astype(np.float32) for one in size), scale=1.0)
+            added = np.zeros((m, n, k), np.float32)
+            added[:, first : first + n_rows] = delta.up @ delta.down
+            wanted, of = of_part(added, rows, columns), delta.of_part(rows, columns)
+            if of is None:
+                assert columns == () or not wanted.any()
+                continue
+            made = np.zeros_like(wanted)
+            made[:, of.first : of.first + of.n_rows] = of.up @ of.down
+            assert np.array_equal(made, wanted), name
+
+
 @pytest.mark.parametrize("n_ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_have_the_model_between_them(name: str, n_ranks: int) -> None:
@@ -128,6 +167,7 @@ def test_ranks_have_the_model_between_them(name: str, n_ranks: int) -> None:
         ranks.append(parts(weights, cuts.shape))
         for part, expected in wholes(whole).items():
             assert np.array_equal(wholes(weights)[part], expected), part
+        check_matrices(whole, weights, cuts)
     for part, expected in parts(whole, shape).items():
         found = [rank[part] for rank in ranks if not is_idle(rank, part)]
         if " kv " in part and shape.n_kv_heads < n_ranks:
@@ -168,3 +208,5 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     shape = Cuts(published_shape("qwen3.5-27b"), 1, 8).shape
     assert (shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.n_q_heads, shape.n_kv_heads) == (2, 6, 3, 1)
     assert shape.intermediate_size * 8 == 17_408 and shape.head_rows * 8 == shape.vocab_size
+    idle = [part.is_idle for part in cut(in_blocks, 8)[1]]
+    assert sum(idle) == 4 and not any(part.is_idle for part in cut(whole, 8)[1])

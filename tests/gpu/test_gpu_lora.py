@@ -35,6 +35,7 @@ from tests.gpu.test_gpu_drafts import small_checkpoint
 from tests.gpu.test_gpu_engine import Entry, answers, prompt, request
 from tests.planned import settled
 from tests.reference.model import forward
+from tests.tiny import tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
 
 
@@ -336,17 +337,18 @@ def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_planned_and_refused() -> None:
-    """Room, and recordings, only where there are to be adapters; none on several GPUs."""
+    """Room, and recordings, only where there are to be adapters; of a model in parts each part has the room."""
     plain, found = runner("moe", max_loras=0), runner("moe")
-    assert plain.workspace.adapters is None and plain.adapters is None
+    assert not plain.workspace.adapters and plain.adapters is None
     made = {v: {key[1:] for key in found.recordings.made if key[0] == v} for v, _, _ in found.recordings.made}
     assert not [variant for variant, _, _ in plain.recordings.made if variant.startswith("adapted")]
     assert {name for name in plain.workspace.offsets} == set(found.workspace.offsets) - set(ADAPTER_ROWS)
     assert made["adapted prefill"] == made["prefill"] and made["adapted decode"] == made["decode"]
     assert found.plan.workspace["adapters"] == found.plan.adapters.n_bytes == 50_000_000
-    config = EngineConfig(model=str(small_checkpoint("moe")), allow_lora_loading=True, tensor_parallel=2)
-    with pytest.raises(ConfigError, match="applied on one GPU; leave --tensor-parallel"):
-        settled(config, Gpu((), 2), 2 << 30)
+    config = EngineConfig(model=str(tiny_checkpoint("moe")), allow_lora_loading=True, lora_gb=0.05, max_loras=3)
+    for n_gpus, n_parts in ((2, 1), (1, 2)):
+        plan = settled(config, Gpu((), n_gpus, 2), 2 << 30)[1]
+        assert plan.workspace["adapters"] == n_parts * 50_000_000 and plan.workspace["sums of adapters"] > 0
 
 
 @pytest.mark.parametrize(

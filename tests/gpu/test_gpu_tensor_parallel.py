@@ -30,6 +30,7 @@ from deltic.runtime.gpu import buffers
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.device import Gpu, TextOnGpu
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.model import Vision
 from deltic.runtime.plan import TextPlan
 from tests import tiny
 from tests.cpu.test_reference import prompt
@@ -56,10 +57,8 @@ def checkpoint(kind: str, **more: Any) -> Path:
 
 
 def config_of(kind: str, **more: Any) -> EngineConfig:
-    return EngineConfig(
-        model=str(checkpoint(kind)), max_num_seqs=3, max_model_len=192, max_step_tokens=128, n_pages=12, n_checkpoints=2,
-        max_drafts=0, **more,
-    )  # fmt: skip
+    settings = {"max_num_seqs": 3, "max_model_len": 192, "max_step_tokens": 128, "n_pages": 12, "n_checkpoints": 2}
+    return EngineConfig(**({"model": str(checkpoint(kind)), "max_drafts": 0} | settings | more))
 
 
 def plan_of(kind: str, n_gpus: int = N_RANKS, n_cuts: int | None = None, **more: Any) -> tuple[Path, TextPlan]:
@@ -83,14 +82,18 @@ PROMPTS = {"a": [i * 7 % 250 for i in range(70)], "b": [3, 1, 4, 1, 5]}
 """One is long; they decode beside each other."""
 
 
-def answers(engine: Engine, prompts: dict[str, list[int]] = PROMPTS, is_scored: bool = True) -> Answers:
-    """is_scored: with log-probabilities of the prompts, for which these are computed even if the cache has them."""
+def answers(
+    engine: Engine, prompts: dict[str, list[int]] = PROMPTS, is_scored: bool = True, adapter: bytes = b""
+) -> Answers:
+    """is_scored: with log-probabilities of the prompts, for which these are computed even if the cache has them.
+    adapter: of the first request.
+    """
     found = {name: Answers([], [], []) for name in prompts}
     for name, ids in prompts.items():
         params = SamplingParams(
             max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0 if is_scored else None
         )
-        engine.add(Request(id=name, prompt_ids=ids, params=params))
+        engine.add(Request(id=name, prompt_ids=ids, params=params, adapter=adapter if name == "a" else b""))
     while engine.has_work():
         with nullcontext() if is_scored else without_syncs():  # log-probabilities of prompts wait
             outputs = engine.step()
@@ -110,8 +113,12 @@ def share_whole_parts(weights: Weights, first: Weights) -> None:
         layer.input_norm, layer.post_norm = of_first.input_norm, of_first.post_norm
 
 
-def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T]) -> T:
-    """What each rank gives, in a process of its own, which is the same. directory: None for random weights."""
+def of_ranks(
+    directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T], vision: Vision | None = None
+) -> T:
+    """What each rank gives, in a process of its own, which is the same. directory: None for random weights. vision: a tower, which each
+    rank runs for itself here.
+    """
     workspaces = [gpu_workspace(plan.of_gpu(i), shared) for i in range(plan.n_gpus)]
     in_host = None if bound_levers().peer else meeting(plan, shared, is_in_host=True)
     store, weights = DeviceStore("cpu"), []
@@ -128,7 +135,7 @@ def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunne
         own = weights[i * plan.n_shards : (i + 1) * plan.n_shards]
         exchange = workspaces[i], exchanges(workspaces, plan.cuts, in_host)[i]
         try:
-            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, exchange=exchange))))
+            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, vision=vision, exchange=exchange))))
         except BaseException as error:
             queue.put((i, error))
 

@@ -20,6 +20,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Constraint, Picture, Request
 from deltic.engine.step import Step, StepResult
+from deltic.models.qwen.shard import whole
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from tests.cpu.test_picture_prompts import picture, request
@@ -118,8 +119,11 @@ def test_drafts_pictures_adapters_and_grammars(kind: str, monkeypatch: pytest.Mo
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_two_gpus(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters are for one GPU."""
+    """The same on two."""
     path = tiny_checkpoint(kind, has_tower=True, has_mtp=True)
-    runner = build_runner(config_of(path), lambda stage, done: None, Gpu(n_gpus=2))
-    seen = run(runner, path, b"", monkeypatch)
-    assert seen.pop("adapted") == 0 and all(seen.values()), seen
+    config = config_of(path, allow_lora_loading=True, max_loras=2, max_lora_rank=20, lora_gb=0.05)
+    runner: Any = build_runner(config, lambda stage, done: None, Gpu(n_gpus=2))
+    adapter = adapter_of(whole(runner.plan.shape, runner.plan.cuts), 1)
+    assert runner.adapters.load_now(adapter).error is None
+    seen = run(runner, path, adapter.key, monkeypatch)
+    assert all(seen.values()), seen

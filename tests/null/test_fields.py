@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from deltic.config import EngineConfig
 from deltic.server.api.completions import AnswerStream
 from deltic.server.chat.answer import ChatAnswer, Extras, Update
 from deltic.server.chat.calls import AnswerDelta
@@ -96,8 +97,13 @@ def test_a_fingerprint_in_answers(url: str) -> None:
     for ask in (chat, completion):
         prints = {ask(url)["system_fingerprint"], *(chunk["system_fingerprint"] for chunk in ask(url, stream=True))}
         assert len(prints) == 1
-    with served(make_app(FakeEngineClient(precision="int4"))) as other:
-        assert chat(other)["system_fingerprint"] not in prints
+    rounded, in_parts, short = FakeEngineClient(precision="int4"), FakeEngineClient(), FakeEngineClient()
+    in_parts.config, short.config = EngineConfig(tp_invariant=2), EngineConfig(state_dtype="bfloat16")
+    for client in (rounded, in_parts, short):
+        with served(make_app(client)) as other:
+            found = chat(other)["system_fingerprint"]
+        assert found not in prints
+        prints.add(found)
 
 
 def test_usage_in_every_chunk(url: str) -> None:

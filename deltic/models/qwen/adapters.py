@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from deltic.models.fields import CheckpointError, read_json
 from deltic.models.loading import COUNTED, Declaration, Planned
 from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import Cuts, Runs
 from deltic.models.qwen.weights import declare_weights
 from deltic.ops.arrays import Array, bfloat16, raw
 from deltic.ops.matrix import Matrix
@@ -66,6 +67,22 @@ class Delta:
     def n_rows(self) -> int:
         return int(self.up.shape[1])
 
+    def of_part(self, rows: Runs | None, columns: Runs | None) -> Delta | None:
+        """The same of these rows and columns of the matrix, in order; None: it changes none of them."""
+        if columns == ():
+            return None
+        delta = self
+        if columns is not None:
+            down = [self.down[:, :, begin:end] for begin, end in columns]
+            delta = replace(delta, down=np.concatenate(down, axis=2))
+        if rows is not None:
+            of = np.concatenate([np.arange(begin, end) for begin, end in rows]) - self.first
+            mine = np.flatnonzero((of >= 0) & (of < self.n_rows))
+            if not len(mine):
+                return None
+            delta = replace(delta, first=int(mine[0]), up=self.up[:, of[mine]])
+        return delta
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -86,6 +103,15 @@ class Adapter:
     def rank(self) -> int:
         """The largest."""
         return max(delta.rank for deltas in self.deltas.values() for delta in deltas)
+
+    def of_part(self, cuts: Cuts) -> Adapter:
+        """The terms that a part of a model that is cut has: rows of `up`, or columns of `down`."""
+        found = {}
+        for name, deltas in self.deltas.items():
+            of = cuts.of_matrix(name)
+            if parts := tuple(part for delta in deltas if (part := delta.of_part(*of)) is not None):
+                found[name] = parts
+        return replace(self, deltas=found)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as partial_of
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -112,15 +113,15 @@ class QwenGpu:
         weights: Sequence[Weights],
         max_len: int,
         exchange: Exchange | None = None,
-        targets: Targets | None = None,
+        targets: Sequence[Targets] = (),
         experts: OutsideExperts | None = None,
     ) -> None:
         """weights: of each shard that this GPU has, all of this shape; shards are run one behind the other.
-        exchange: where the model is cut. targets: what adapters may add to, of a model that is not.
+        exchange: where the model is cut. targets: what adapters may add to, of each shard.
         experts: of one whose routed experts are in the host's memory.
         """
         self.shape, self.weights = shape, weights[0]
-        self.shards = [Shard(one, targets) for one in weights]
+        self.shards = [Shard(*one) for one in zip_longest(weights, targets)]
         self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = device_of(self.weights.lm_head)
@@ -216,22 +217,24 @@ class QwenGpu:
             return
         columns = exchange.logits.get(kind)
         if columns is None:
-            self._own_logits(normed, logits[0], rows)
+            self._own_logits(normed, logits[0], rows, who)
             return
         n_own = min(columns.n_columns - columns.first, sum(shard.n_head_rows for shard in self.shards))
         own = exchange.shard_logits if exchange.gpu_logits is None else exchange.gpu_logits
-        self._own_logits(normed, front(own, n, n_own), rows)
+        self._own_logits(normed, front(own, n, n_own), rows, who)
         all_gather(front(own, n, n_own), columns)
 
-    def _own_logits(self, normed: Tensor, out: Tensor, rows: Fp8Rows | None) -> None:
-        """The columns of all shards that this GPU has, as far as they are asked for. out: float32 [N, M]."""
+    def _own_logits(self, normed: Tensor, out: Tensor, rows: Fp8Rows | None, who: AdapterRows | None) -> None:
+        """The columns of all shards that this GPU has, as far as they are asked for. out: float32 [N, M].
+        who: as of `_logits`.
+        """
         assert self.exchange is not None
         n, begin = len(normed), 0
         for shard in self.shards:
             n_own = max(0, min(shard.n_head_rows, out.shape[1] - begin))
             own = front(self.exchange.shard_logits, 1, n, n_own)
             if n_own:
-                shard.linears.project("lm_head", normed, own, rows)
+                shard.linears.project("lm_head", normed, own, rows, who)
             if n_own and own.data_ptr() != out.data_ptr():  # several shards, or all columns are here
                 copy_rows(own[0], out[:, begin : begin + n_own])
             begin += n_own
@@ -341,7 +344,7 @@ class QwenGpu:
             proj = shard.linears.partial(f"layers.{i}.in_proj", normed.rows, b.proj, normed.codes, who)
             name, mixed = f"layers.{i}.out_proj", front(b.mixed, n, shape.gdn_value_size)
             made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
-            windows = None if b.windows is None else b.windows.of_layer(nth)
+            windows = None if b.windows is None else b.windows.of_layer(i_shard * shape.n_gdn_layers + nth)
             held = StateSlots(of.columns[:, nth], of.states[:, nth], nth, windows)
             gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=made)
             return shard.linears.partial(name, made.rows, flat, made.codes, who)

@@ -44,7 +44,7 @@ def sizes(shape: ModelShape) -> dict[str, Sized]:
         else:
             inner = shape.intermediate_size
             found |= {f"{p}gate_up": Sized(2 * inner, h), f"{p}down": Sized(h, inner)}
-    return found | {"embed": Sized(h, shape.vocab_size), "lm_head": Sized(shape.vocab_size, h)}
+    return found | {"embed": Sized(h, shape.vocab_size), "lm_head": Sized(shape.head_rows or shape.vocab_size, h)}
 
 
 def n_segments(name: str) -> int:
@@ -60,7 +60,7 @@ def unreached(adapter: Adapter) -> list[str]:
 
 @dataclass(frozen=True)
 class AdapterBuffers:
-    """Adapters that are loaded, and workspaces of their terms."""
+    """Adapters that are loaded, and workspaces of their terms, of a model or of one of its shards."""
 
     arena: Tensor  # bfloat16, flat
     table: Tensor  # int64 [slots, matrices, WORDS] (ops/gpu/lora.py)
@@ -69,9 +69,12 @@ class AdapterBuffers:
 
 
 def adapter_buffers(
-    shape: ModelShape, n_slots: int, max_rank: int, n_bytes: int, n_rows: int, n_prefill_rows: int, allocate: Allocate
-) -> AdapterBuffers:
-    """n_bytes: of the arena. n_rows, n_prefill_rows: the most of a decode and of a prefill."""
+    shape: ModelShape, room: tuple[int, int, int], rows: tuple[int, int], allocate: Allocate, n_shards: int
+) -> list[AdapterBuffers]:
+    """Allocates those of each shard, which share the workspaces. room: slots, the largest rank, bytes of an
+    arena. rows: the most of a decode and of a prefill.
+    """
+    n_slots, max_rank, n_bytes = room
     widest, by_pair = max(shape.moe_intermediate_size, shape.shared_intermediate_size), shape.n_experts_per_tok + 1
     matrices = sizes(shape)
 
@@ -85,13 +88,12 @@ def adapter_buffers(
             found.append(n_sums(lines, 1 if name == "embed" else k, n_segments(name), max_rank, are_blocks))
         return max(found)
 
-    pairs = max(n_rows, n_prefill_rows) * by_pair
-    return AdapterBuffers(
-        arena=allocate("adapters", (n_bytes // 2,), torch.bfloat16),
-        table=allocate("table of adapters", (n_slots, len(matrices), WORDS), torch.int64),
-        sums=allocate("sums of adapters", (max(most(n_rows, False), most(n_prefill_rows, True)),), torch.float32),
-        gate_up=allocate("gate and up of pairs", (pairs * 2 * widest,), torch.float32) if shape.is_moe else None,
-    )
+    n_floats, pairs = max(most(rows[0], False), most(rows[1], True)), max(rows) * by_pair
+    sums = allocate("sums of adapters", (n_floats,), torch.float32)
+    gate_up = allocate("gate and up of pairs", (pairs * 2 * widest,), torch.float32) if shape.is_moe else None
+    arenas = [allocate("adapters", (n_bytes // 2,), torch.bfloat16) for _ in range(n_shards)]
+    tables = [allocate("table of adapters", (n_slots, len(matrices), WORDS), torch.int64) for _ in range(n_shards)]
+    return [AdapterBuffers(arena, table, sums, gate_up) for arena, table in zip(arenas, tables, strict=True)]
 
 
 class Targets:

@@ -70,7 +70,7 @@ class DecodeBuffers:
     streams: ConnectionBuffers | None
     index: IndexScratch | None
     features: Tensor | None  # bfloat16, flat: the residual stream behind shape.feature_layers, side by side
-    windows: Windows | None = None  # of all layers, [batch_slots, n_gdn, W, ...]: for drafts
+    windows: Windows | None = None  # for drafts, [batch_slots, n_shards * n_gdn, W, ...]
     adapters: AdapterRows | None = None  # which rows have adapters; None: no row has any
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -132,6 +132,7 @@ class Cuts:
 
         self.inner, self.expert = inner(shape.intermediate_size), inner(shape.moe_intermediate_size)
         self.shared = inner(shape.shared_intermediate_size)
+        self.is_idle = any(one.is_idle and _size(one.columns) for one in (self.inner, self.expert, self.shared))
         self.heads: tuple[Runs, ...] = tuple((share(shape.vocab_size, i, n, 16),) for i in range(n))
         """Rows of the head that each part has."""
         self.head = self.heads[part]
@@ -185,6 +186,31 @@ class Cuts:
             "self_attn.o_proj.weight": _scaled(self.queries, s.head_dim),
         }
 
+    def of_matrix(self, name: str) -> tuple[Runs | None, Runs | None]:
+        """Rows and columns that the part has of a matrix as it is run, by its name (`Weights.named_parts`).
+        None: all of them; no columns: they are another part's, and zero here.
+        """
+        s, kind = self.whole, name.rpartition(".")[2]
+        if kind == "in_proj":
+            z, b = s.conv_channels, s.conv_channels + s.gdn_value_size
+            gates = _scaled(self.values, 1, b) + _scaled(self.values, 1, b + s.gdn_n_v_heads)
+            return (*self._channels(), *_scaled(self.values, s.gdn_v_dim, z), *gates), None
+        if kind == "qkv":
+            n_q, d = s.n_q_heads, s.head_dim
+            of_heads = (self.queries, 0), (self.queries, n_q), (self.kv, 2 * n_q), (self.kv, 2 * n_q + s.n_kv_heads)
+            return tuple(run for heads, first in of_heads for run in _scaled(heads, d, first * d)), None
+        if kind.endswith(("gate_up", "down")):
+            inner, width = self.inner, s.intermediate_size
+            if s.is_moe:
+                is_shared = kind.startswith("shared_")
+                inner = self.shared if is_shared else self.expert
+                width = s.shared_intermediate_size if is_shared else s.moe_intermediate_size
+            if kind.endswith("down"):
+                return None, () if inner.is_idle else inner.columns
+            return (*inner.columns, *_scaled(inner.columns, 1, width)), None
+        columns = {"out_proj": _scaled(self.values, s.gdn_v_dim), "o_proj": _scaled(self.queries, s.head_dim)}
+        return self.head if kind == "lm_head" else None, columns.get(kind)
+
     def views(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The tensors as they are loaded. A tied head is a tensor of its own."""
         found, rows, columns = dict[str, StoredTensor](), self._rows(), self._columns()
@@ -217,6 +243,11 @@ class Cuts:
         starts = [i * height + half for i in range(n_experts) for half in (0, height // 2)]
         runs = tuple((first + begin, first + end) for first in starts)
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)
+
+
+def whole(shape: ModelShape, cuts: Sequence[Cuts]) -> ModelShape:
+    """The shape of a model, which may be cut; else `shape`."""
+    return cuts[0].whole if cuts else shape
 
 
 def cut(shape: ModelShape, n_shards: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from deltic.models.packed import check_rounded, map_packed, map_parts, through_c
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.cpu import check_kernels
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import Weights, empty_weights, weight_bytes
 from deltic.models.tts.cpu import check_speech_kernels
 from deltic.models.tts.shape import SpeechShape
@@ -74,7 +76,7 @@ class TextOnCpu(TextKind):
     def weight_bytes(self, shape: ModelShape, quantize: str | None) -> int:
         return weight_bytes(shape, quantize)
 
-    def adapter_bytes(self, adapter: Adapter) -> int:
+    def adapter_bytes(self, adapter: Adapter, cuts: Sequence[Cuts] = ()) -> int:
         return adapter_bytes(adapter)
 
     def all_inside(self, model: Model[ModelShape]) -> str:

@@ -21,8 +21,11 @@ from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import EMBEDDING, Adapter, Delta, listed
 from deltic.models.qwen.gpu_adapters import AdapterBuffers, n_segments, sizes, unreached
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import Cuts, whole
 from deltic.ops.arrays import Array, raw
 from deltic.ops.gpu.lora import ALIGNED, SEGMENT_WORDS, WORDS, padded
+from deltic.runtime.adapters import Adapters
+from deltic.runtime.plan import TextPlan
 
 PIECE_BYTES = 4 << 20
 """Bytes that are copied at a time."""
@@ -61,14 +64,17 @@ def _layout(adapter: Adapter) -> tuple[list[_Packed], int]:
     return found, at
 
 
-def adapter_bytes(adapter: Adapter) -> int:
-    """Bytes of the arena that an adapter takes. Raises CheckpointError for modules that it cannot change."""
+def adapter_bytes(adapter: Adapter, cuts: Sequence[Cuts] = ()) -> int:
+    """Bytes of the arena that an adapter takes; cuts: the most that any part of a model takes.
+
+    Raises CheckpointError for modules that it cannot change.
+    """
     if names := unreached(adapter):
         raise CheckpointError(
             f"{listed(names)}: hyper-connections, the index and n-grams are changed by adapters on a CPU alone; take --device cpu, or "
             "train it again with exclude_modules"
         )
-    return 2 * _layout(adapter)[1]
+    return 2 * max(_layout(one)[1] for one in ([adapter.of_part(part) for part in cuts] or [adapter]))
 
 
 def _values(packed: _Packed) -> Iterator[tuple[int, Array]]:
@@ -167,3 +173,34 @@ class GpuAdapterMemory:
         if self._cleared is not None:
             self._own.wait_event(self._cleared)
         return torch.cuda.stream(self._own)
+
+
+class JointMemory:
+    """Implements `adapters.AdapterMemory` for a model that is cut: the memory of each part, where an adapter
+    has the same bytes, as many as its largest part needs.
+    """
+
+    def __init__(self, parts: Sequence[GpuAdapterMemory], cuts: Sequence[Cuts]) -> None:
+        self._parts, self._cuts = parts, cuts
+
+    def bytes_of(self, adapter: Adapter) -> int:
+        return adapter_bytes(adapter, self._cuts)
+
+    def write(self, slot: int, begin: int, adapter: Adapter) -> None:
+        for memory, cuts in zip(self._parts, self._cuts, strict=True):
+            memory.write(slot, begin, adapter.of_part(cuts))
+
+    def open(self, slot: int) -> None:
+        for memory in self._parts:
+            memory.open(slot)
+
+    def clear(self, slot: int) -> None:
+        for memory in self._parts:
+            memory.clear(slot)
+
+
+def open_adapters(plan: TextPlan, memory: Sequence[GpuAdapterMemory]) -> Adapters:
+    """Starts the adapters of a model. memory: of each of its parts, by GPU."""
+    return Adapters(
+        whole(plan.shape, plan.cuts), plan.adapters, JointMemory(memory, plan.cuts) if plan.cuts else memory[0]
+    )

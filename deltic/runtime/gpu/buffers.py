@@ -83,8 +83,8 @@ class GpuWorkspace(Workspace):
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
     shares: Shares | None
     """Buffers that GPUs share, where the model is cut."""
-    adapters: AdapterBuffers | None
-    """Buffers of adapters, where there is room for any."""
+    adapters: list[AdapterBuffers]
+    """Buffers of adapters of each shard, where there is room for any."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     drafts, windows = None, None
     if plan.n_draft_rows:
         drafts = Drafts(*(views[part] for part in ROWS[1:]))
-        size = plan.max_num_seqs, shape.n_gdn_layers, window_rows(plan.n_sequence_rows)
+        size = plan.max_num_seqs, plan.n_shards * shape.n_gdn_layers, window_rows(plan.n_sequence_rows)
         windows = Windows(
             allocate("window columns", (*size, shape.conv_channels), torch.bfloat16),
             allocate("window gates", (*size, 2 * shape.gdn_n_v_heads), torch.float32),
@@ -208,12 +208,13 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         n = n_patches(plan)
         vision = vision_buffers(plan.tower, n, min(n, PIECE_ROWS), allocate)
         picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
-    rows = adapters = None
+    rows, adapters = None, list[AdapterBuffers]()
     n_segments = min(n_blocks, MAX_SEGMENTS)
     if (adapted := plan.adapters).n:
         rows = AdapterRows(*(views[part] for part in ADAPTER_ROWS))
-        sizes = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
-        adapters = adapter_buffers(shape, adapted.n, adapted.rank, adapted.n_bytes, *sizes, allocate)
+        most = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
+        room = adapted.n, adapted.rank, adapted.n_bytes
+        adapters = adapter_buffers(shape, room, most, allocate, plan.n_shards)
     own = decode_rows(plan.n_decode_rows, drafts, plan.tower is not None, allocate)
     further = [] if drafter is None else matrix_sizes(drafter)
     kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}

@@ -174,8 +174,8 @@ class TextOnGpu(OnGpu, TextKind):
         own = 0 if shape.ngrams is None else (shape.ngrams.window + NGRAM_RING) * shape.stream_size * 2
         return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING + own
 
-    def adapter_bytes(self, adapter: Adapter) -> int:
-        return adapter_bytes(adapter)
+    def adapter_bytes(self, adapter: Adapter, cuts: Sequence[Cuts] = ()) -> int:
+        return adapter_bytes(adapter, cuts)
 
     def measure(self, plan: TextPlan) -> dict[str, int]:
         with self.levers.bound():

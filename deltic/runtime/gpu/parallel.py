@@ -34,12 +34,12 @@ from deltic.models.vision.weights import VisionWeights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.all_reduce import apart, let_reach
 from deltic.ops.gpu.launch import allocate_in_host, allocate_on, bound_levers
+from deltic.runtime.gpu.adapters import open_adapters
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
-from deltic.runtime.pools import Pools
 
 GRACE_S = 5.0
 """Seconds that a runner that has not failed may take to end, or to fail as well, once another has failed."""
@@ -127,8 +127,11 @@ class ParallelRunner:
         self.max_logit_rows = first.max_logit_rows
         self.tiers: Tiers | None = None
         self.pictures: PictureEncoder | None = None
-        self.adapters: LoadedAdapters | None = None
-        self.pools: Pools | None = None  # each of the runners has its own
+        memory = [part for runner in self.runners for part in runner.adapter_memory]
+        self.adapters: LoadedAdapters | None = open_adapters(plan, memory) if memory else None
+        self.pools = first.pools
+        for runner in self.runners[1:]:  # the first one reads hidden states for all
+            runner.pools = None
         self.experts: ExpertStats | None = None
         self.info, self.replays = first.info, first.replays  # info is of all GPUs; each replays the same
         if first.tower is not None:

@@ -36,8 +36,7 @@ from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import allocate_on
 from deltic.ops.gpu.sample import Draws
 from deltic.ops.gpu.weight import device_of
-from deltic.runtime.adapters import Adapters
-from deltic.runtime.gpu.adapters import GpuAdapterMemory
+from deltic.runtime.gpu.adapters import GpuAdapterMemory, open_adapters
 from deltic.runtime.gpu.ahead import Pending, ResultBuffers, Undrawn
 from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.block_drafter import GpuBlockDrafter
@@ -164,19 +163,14 @@ class GpuTextRunner(GpuRunner):
             for i in range(n_shards)
         ]
         w, joined = (gpu_workspace(plan, allocate), None) if exchange is None else exchange
-        targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
+        heads = [replace(shape, head_rows=part.lm_head.n) for part in weights]
+        adapted = [*zip(heads, w.adapters, strict=False)]  # none, where there is no room for any
+        targets = [Targets(*of, plan.adapters.rank) for of in adapted]
         self.outside = outside_experts(weights[0], plan.n_expert_slots, allocate) if plan.n_expert_slots else None
         self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets, self.outside)
-        batch_slots = BatchSlots(
-            w.table,
-            w.offsets,
-            w.parameters.masks,
-            shape.eos_token_ids,
-            plan.n_real,
-            plan.n_draft_rows,
-            ngrams=shape.ngrams,
-            ratio=0 if shape.index is None else shape.index.ratio,
-        )
+        ratio = 0 if shape.index is None else shape.index.ratio
+        told = shape.eos_token_ids, plan.n_real, plan.n_draft_rows
+        batch_slots = BatchSlots(w.table, w.offsets, w.parameters.masks, *told, ngrams=shape.ngrams, ratio=ratio)
         super().__init__(
             plan,
             w,
@@ -194,8 +188,10 @@ class GpuTextRunner(GpuRunner):
             own = DFlashGpu(plan.drafter, drafter, self.model)
             self.block_drafter = GpuBlockDrafter(own, w, w.blocks, allocate, plan, recordings=self.recordings)
             self._pages.append(self.block_drafter.pages)
-        if w.adapters is not None:
-            self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
+        self.adapter_memory = [GpuAdapterMemory(*of, self.stream) for of in adapted]
+        """Memory for adapters of each shard."""
+        if adapted and plan.n_gpus == 1:
+            self.adapters = open_adapters(plan, self.adapter_memory)
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._prompt_logprobs = PromptScorer(self.model, w.prefill, plan.n_real)
         self.pools = Pools() if shape.keeps_hidden else None

@@ -1,0 +1,150 @@
+"""What works with a model on one GPU, on two, and in several parts on one: each cell of docs/design/several-gpus.md's table has a test,
+or is refused by name before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from deltic.config import ConfigError, EngineConfig
+from deltic.runtime.gpu.device import Gpu
+from tests.planned import settled
+from tests.tiny import tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+HERE, ENGINE, RANKS, PARTS = (
+    "cpu/test_several_gpus.py",
+    "gpu/test_gpu_engine.py",
+    "gpu/test_gpu_tensor_parallel.py",
+    "gpu/test_gpu_parts.py",
+)
+QUANTISED, LORA, DRAFTS, BLOCK = "gpu/test_gpu_quantised_engine.py", "gpu/test_gpu_lora.py", "gpu/test_gpu_drafts.py", "gpu/test_gpu_block_drafter.py"  # fmt: skip
+
+
+def both(case: str) -> tuple[str, str]:
+    return (f"{PARTS}::test_two_ranks_and_one_with_both_parts[{case}]",) * 2
+
+
+def of_ranks(case: str) -> tuple[str, str]:
+    return (f"{RANKS}::test_ranks_answer_as_one[{case}]",) * 2
+
+
+def refused(case: str) -> tuple[str, str]:
+    return (f"refused {HERE}::test_what_parts_refuse[{case}]",) * 2
+
+
+E4M3 = f"{RANKS}::test_rows_in_e4m3_are_those_of_one_kernel_each"
+ALONE = "cpu/test_reports.py::test_a_model_on_several_gpus_is_alone"
+TABLE: dict[str, tuple[str, str, str]] = {
+    "dense": (f"{ENGINE}::test_against_the_oracle[dense]", *of_ranks("dense-bf16")),
+    "mixture": (f"{ENGINE}::test_against_the_oracle[moe]", *of_ranks("moe-bf16")),
+    "Qwen3.8-Flash-Next": (f"{ENGINE}::test_against_the_oracle[flash]", *of_ranks("flash-bf16")),
+    "`--quantize fp8`": (f"{QUANTISED}::test_alone_and_among_others[--quantize fp8 dense]", E4M3, E4M3),
+    "`--quantize int8`": (f"{QUANTISED}::test_alone_and_among_others[--quantize int8 dense]", *both("int8")),
+    "`--quantize int4`": (f"{QUANTISED}::test_against_the_oracle[--quantize int4 dense]", *both("int4")),
+    "files in FP8": (f"{QUANTISED}::test_against_the_oracle[fp8 dense]", *both("qwen-fp8")),
+    "files in int4": (f"{QUANTISED}::test_against_the_oracle[w4a16 dense]", *both("w4a16")),
+    "files in NVFP4": (f"{QUANTISED}::test_against_the_oracle[nvfp4 dense]", *both("nvfp4")),
+    "GGUF": (f"{QUANTISED}::test_against_the_oracle[gguf moe]", *both("gguf")),
+    "keys and values in fp8": ("gpu/test_gpu_kv_formats.py::test_one_answer_on_every_way[fp8]", *both("fp8 keys")),
+    "keys and values in k8v4": (
+        "gpu/test_gpu_kv_formats.py::test_one_answer_on_every_way[turboquant_k8v4]",
+        *both("k8v4 keys"),
+    ),
+    "states in bfloat16": (f"{ENGINE}::test_against_the_oracle[dense, bfloat16 states]", *both("bfloat16 states")),
+    "adapters": (f"{LORA}::test_against_the_oracle[dense]", *both("adapters")),
+    "adapters of a mixture": (f"{LORA}::test_against_the_oracle[moe]", *both("adapters moe")),
+    "pictures": (
+        "gpu/test_gpu_pictures.py::test_answers_are_those_of_a_cpu[dense]",
+        *(f"{PARTS}::test_parts_see_pictures",) * 2,
+    ),
+    "the host's memory, the disk, and other servers": (
+        f"{BLOCK}::test_a_prefix_brings_its_keys_along",
+        "gpu/test_gpu_parallel.py::test_a_page_on_the_host_is_that_of_every_gpu",
+        f"{PARTS}::test_parts_leave_the_gpu_and_come_back",
+    ),
+    "vectors": (
+        "gpu/test_gpu_embedder.py::test_vectors_have_the_same_bits_in_any_company[dense-lasttoken]",
+        *both("vectors"),
+    ),
+    "decisions by a joint head": (
+        "gpu/test_gpu_embedder.py::test_decisions_of_a_joint_head_have_the_same_bits_in_any_company",
+        *both("joint head"),
+    ),
+    "drafts of repeated text": (f"{DRAFTS}::test_drafts_change_no_bit", *both("drafts")),
+    "drafts by the model's head": (
+        "gpu/test_gpu_draft_head.py::test_its_own_guesses_change_no_answer[dense]",
+        f"{RANKS}::test_ranks_guess_as_one[True]",
+        f"told {HERE}::test_a_draft_head_needs_a_gpu_for_each_part",
+    ),
+    "block drafts": (
+        f"{BLOCK}::test_random_schedules_keep_their_bits",
+        *(f"refused {BLOCK}::test_what_is_planned_and_refused",) * 2,
+    ),
+    "experts outside the GPU": ("gpu/test_gpu_experts.py::test_answers_are_those_of_a_model_on_the_gpu", *refused("experts")),
+    "speech": ("gpu/test_gpu_speech.py::test_a_batch_changes_nothing", *refused("speech")),
+    "several models of a server": (
+        "null/test_several_models.py::test_the_official_client_finds_them_all",
+        f"refused {ALONE}",
+        ALONE,
+    ),
+}  # fmt: skip
+"""By feature, the test of each: on one GPU, on two, in two parts on one (`--tp-invariant 2`)."""
+
+PARTED: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": (
+        {"expert_memory": 1.0, "dummy": "qwen3.5-35b-a3b"},
+        "--expert-memory 1.0: experts are outside of one GPU",
+    ),
+    "speech": ({"dummy": "qwen3-tts-0.6b"}, "--tensor-parallel 2|--tp-invariant 2"),
+}
+"""What is refused with a model in parts: settings, and what is said."""
+
+
+@pytest.mark.parametrize("case", PARTED)
+@pytest.mark.parametrize("n_gpus", [1, 2])
+def test_what_parts_refuse(case: str, n_gpus: int) -> None:
+    """Before anything is loaded."""
+    parts: dict[str, Any] = {"tensor_parallel": 2} if n_gpus == 2 else {"tp_invariant": 2}
+    settings, said, device = *PARTED[case], Gpu((), n_gpus, 2)
+    with pytest.raises(ConfigError, match=said):
+        settled(EngineConfig(device="cuda", **settings, **parts), device, 130 * 10**9)
+
+
+def test_a_draft_head_needs_a_gpu_for_each_part() -> None:
+    """Else it is left out, and the log says so; tokens that repeat are guessed."""
+    config = EngineConfig(
+        model=str(tiny_checkpoint("dense", has_mtp=True)), device="cuda", tp_invariant=2, max_drafts=2
+    )
+    for n_gpus in (1, 2):
+        model, plan = settled(replace(config, tensor_parallel=n_gpus), Gpu((), n_gpus, 2), 2 << 30)
+        told = "the draft head is not run: a GPU runs none over several parts of a model yet"
+        assert plan.max_drafts == 2 and plan.shape.has_draft_head == (told not in model.notices) == (n_gpus == 2)
+
+
+def ids(mark: Any) -> set[str]:
+    """What parametrize calls its cases."""
+    given = (getattr(case, "values", case) for case in mark.args[1])
+    return {"-".join(map(str, case)) if isinstance(case, tuple) else str(case) for case in given}
+
+
+def test_each_cell_has_its_test() -> None:
+    """The tests are there, with these cases; and the document's table says the same."""
+    words = {"refused": "refused", "told": "left out, and told"}
+    lines = ["| feature | one GPU | two GPUs | two parts on one |", "| --- | --- | --- | --- |"]
+    for feature, cells in TABLE.items():
+        for cell in cells:
+            file, _, name = cell.removeprefix("refused ").removeprefix("told ").partition("::")
+            name, _, case = name.removesuffix("]").partition("[")
+            test = getattr(importlib.import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}"), name)
+            marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+            assert not case or any(case in ids(mark) for mark in marks), cell
+        shown = [words.get(cell.partition(" ")[0], "yes") for cell in cells]
+        lines.append(f"| {feature} | {' | '.join(shown)} |")
+    document = (ROOT / "docs" / "design" / "several-gpus.md").read_text()
+    assert "\n".join(lines) + "\n" in document
