@@ -10,10 +10,11 @@ from pathlib import Path
 from bench.kept import Row, Runs, grid, missing, percent, ranged, source
 from bench.quality_tables import scaled
 from deltic.config import EngineConfig
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.ops.kv_formats import KV_FORMATS, on_device
+from deltic.runtime.fit import make_plan
 from deltic.runtime.model import TextModel
-from deltic.runtime.plan import TextKind, make_plan
+from deltic.runtime.plan import TextKind
 
 PLANS = (("qwen3.5-27b", "int4", 24), ("qwen3.5-27b", None, 139), ("qwen3.5-35b-a3b", None, 139))
 """Shape, what weights are rounded to, and GB of a GPU that are free."""

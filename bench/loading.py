@@ -35,9 +35,11 @@ from bench.peers_model import write_checkpoint
 from bench.start import start_once
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.machine import n_usable_cpus
+from deltic.models.files import stored_formats
 from deltic.models.gguf import is_gguf
-from deltic.models.loading import Host, Store, stored_formats
-from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.loading import Host, Store
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import UNUSED, load_weights
 from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import write_gguf

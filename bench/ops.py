@@ -34,7 +34,8 @@ from deltic.config import BUILT_IN, EngineConfig
 from deltic.machine import n_usable_cpus
 from deltic.models.checkpoint import locate, model_name
 from deltic.models.loading import format_of
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.vision.cpu import VisionForward, VisionTower, allocate_vision
 from deltic.models.vision.shape import PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import VisionWeights, dummy_vision, stored_vision_shape

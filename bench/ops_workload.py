@@ -13,7 +13,7 @@ from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.loading import Role, format_of
-from deltic.models.qwen.cpu import Activations, allocate_activations
+from deltic.models.qwen.cpu_buffers import Activations, allocate_activations
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import weight_bytes
 from deltic.ops.arrays import Array, bfloat16, copy, zeros

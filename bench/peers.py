@@ -48,7 +48,8 @@ from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
 from deltic.machine import free_memory_bytes, n_usable_cpus
 from deltic.models.gguf import open_gguf
-from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 
 LEAST_COSINE = {16: 0.99, 8: 0.9, 6: 0.3, 4: 0.3}
 """By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, published_shape
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from tests.tiny_quantised import RECIPES
 
 SHARD_BYTES = 2_000_000_000

@@ -43,7 +43,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
 from deltic.machine import n_usable_cpus
-from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.published import published_shape
 from deltic.models.vision.cpu import TOKEN
 from deltic.models.vision.shape import BLOCK, PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import dummy_vision

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltic.async_llm import AsyncLLM
-    from deltic.llm import LLM, AnswerPiece, Completion
-    from deltic.llm import AnswerParams as SamplingParams
+    from deltic.llm import LLM
+    from deltic.llm_calls import AnswerParams as SamplingParams
+    from deltic.llm_calls import AnswerPiece, Completion
 
 __all__ = ["LLM", "AnswerPiece", "AsyncLLM", "Completion", "SamplingParams", "__version__"]
 

@@ -22,19 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.config import BUILT_IN
-from deltic.llm import (
-    LLM,
-    AnswerPiece,
-    Completion,
-    ContinuationScores,
-    EngineStopped,
-    OpenCall,
-    PreparedCall,
-    decided,
-    prepare_decisions,
-    prepare_scores,
-    stacked,
-)
+from deltic.llm import LLM, EngineStopped, decided, prepare_decisions, prepare_scores
+from deltic.llm_calls import AnswerPiece, Completion, ContinuationScores, OpenCall, PreparedCall, stacked
 from deltic.server.api.decisions import DecisionAnswer
 
 log = logging.getLogger("deltic.llm")

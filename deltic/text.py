@@ -26,10 +26,9 @@ from msgspec import Meta, Struct
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from deltic.config import ConfigError, ModelConfig
-from deltic.json_types import JsonObject
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import is_gguf
-from deltic.models.gguf_config import PATTERNS, document
+from deltic.models.gguf_config import PATTERNS, document, read_settings
 
 # The library's own threads would take the engine's cores, and complain when the engine process is started
 # again.
@@ -68,25 +67,6 @@ class TokenizerError(ValueError):
 
 class UnreadableText(TokenizerError):
     """A text that the tokenizer's library gives up on."""
-
-
-def read_json(path: Path) -> JsonObject:
-    """The object in a JSON file, {} where there is no such file. Of a GGUF file in the place of a
-    directory: what its metadata says.
-
-    Raises TokenizerError for a malformed one; of a GGUF file CheckpointError and UnsupportedModelError.
-    """
-    if is_gguf(path.parent):
-        return document(path.parent, path.name)
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 class Tokenizer:
@@ -373,9 +353,9 @@ PRE_TOKENIZERS = {False: PATTERNS["qwen2"], True: PATTERNS["qwen35"]}
 
 def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
     """The tokenizer of the family from the two files of older checkpoints and their tokenizer_config.json."""
-    settings = read_json(directory / "tokenizer_config.json")
+    settings = read_settings(directory / "tokenizer_config.json")
     # Qwen3.5 and later count combining marks as letters; Next and before do not.
-    model_type = str(read_json(directory / "config.json").get("model_type", ""))
+    model_type = str(read_settings(directory / "config.json").get("model_type", ""))
     marks = model_type.startswith(("qwen3_5", "qwen4_exp"))
     regex = settings.get("pretokenize_regex") or PRE_TOKENIZERS[marks]
     vocabulary, merges = str(directory / "vocab.json"), str(directory / "merges.txt")
@@ -571,12 +551,11 @@ class SamplingDefaults(Struct, frozen=True):
     def load(cls, directory: Path, about: ModelConfig | None = None) -> SamplingDefaults:
         """about: --generation-config and --override-generation-config. directory: the checkpoint's.
 
-        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type;
-        ConfigError.
+        Raises TokenizerError, a ValueError, for a value of another type; CheckpointError; ConfigError.
         """
         about = about or ModelConfig()
         path = _generation_config(about.generation_config, directory)
-        shipped = {} if path is None else read_json(path)
+        shipped = {} if path is None else read_settings(path)
         values = {name: shipped[name] for name in _SHIPPED if shipped.get(name) is not None}
         if shipped.get("do_sample") is False:
             values["temperature"] = 0.0

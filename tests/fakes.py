@@ -30,7 +30,8 @@ from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.disk import Search
 from deltic.engine.cache.tiers import Move
 from deltic.engine.cache.tree import Kind
-from deltic.engine.messages import EngineInfo, ExpertStats, ReplayStats, SamplingParams, TokenLogprob
+from deltic.engine.events import ExpertStats, ReplayStats
+from deltic.engine.messages import EngineInfo, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.host import process
 from deltic.ops.geometry import PAGE_SIZE

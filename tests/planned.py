@@ -8,8 +8,9 @@ from typing import Any
 
 from deltic.config import EngineConfig, without_foreign
 from deltic.runtime.build import plan_of, settle
+from deltic.runtime.fit import make_plan
 from deltic.runtime.model import SpeechModel, TextModel
-from deltic.runtime.plan import Kind, Plan, TextKind, make_plan
+from deltic.runtime.plan import Kind, Plan, TextKind
 
 
 def planned(

@@ -17,11 +17,12 @@ from unittest import mock
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.fields import CheckpointError, UnsupportedModelError
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.models.qwen.shard import cut
 from deltic.models.qwen.weights import dummy_formats
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.gpu.launch import Levers
+from deltic.runtime import fit
 from deltic.runtime import plan as planner
 from deltic.runtime.cpu import device as cpu
 from deltic.runtime.gpu import device as gpu
@@ -119,7 +120,7 @@ def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int, 
 
 
 def all_plans() -> dict[str, str]:
-    with mock.patch.object(planner, "memory_bound", lambda: ""):
+    with mock.patch.object(fit, "memory_bound", lambda: ""), mock.patch.object(planner, "memory_bound", lambda: ""):
         plans = {case: plan_of(*made) for case, *made in cases()}
         with_drafters = cases_with_drafters()
         plans |= {case: plan_of(*made, drafter=drafter_of(made[1])) for case, *made in with_drafters}

@@ -32,7 +32,8 @@ from deltic.bench.sweep import numbers
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.messages import ExpertStats, Request, SamplingParams
+from deltic.engine.events import ExpertStats
+from deltic.engine.messages import Request, SamplingParams
 from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.gpu_experts import layers_of_experts
 from deltic.ops.gpu.launch import parse_levers

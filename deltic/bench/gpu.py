@@ -48,6 +48,7 @@ from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom
 from deltic.runtime.build import settle_text
+from deltic.runtime.fit import make_plan
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
@@ -55,7 +56,6 @@ from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.record import Recording
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.model import TextModel
-from deltic.runtime.plan import make_plan
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate_speech, speaks
 from deltic.models.fields import CheckpointError
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.instruction_sets import runnable
 from deltic.ops.cpu.program import instruction_set

@@ -18,9 +18,10 @@ from deltic.config import ConfigError, EngineConfig, ModelConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.models.checkpoint import ALL_FILES, DEMO, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
+from deltic.models.files import PACKED
 from deltic.models.gguf import is_gguf
 from deltic.models.hub import is_hub_name, outline, wanted_of
-from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store, shares_text
+from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
 from deltic.models.packed import cache_file
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
@@ -33,8 +34,9 @@ from deltic.roofs import beyond_caches, disk_bandwidth, multiply_peak, read_band
 from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.fit import refuse_little_memory
 from deltic.runtime.model import Model, TextModel
-from deltic.runtime.plan import Plan, TextPlan, brought, refuse_little_memory
+from deltic.runtime.plan import Plan, TextPlan, brought
 from deltic.text import SamplingDefaults, Tokenizer
 
 LEAST_PART = 0.05
@@ -213,7 +215,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
             plan.slots_bytes,
-            f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB"
+            f"{plan.max_num_seqs} live + {plan.n_slots - plan.max_num_seqs} checkpoints of {plan.state_bytes / 1e6:.2f} MB"
             + ("" if plan.speaks else f", {plan.shape.state_dtype}"),
         ),
         "pages": (plan.pages_bytes, _pages_text(plan, unit)),

@@ -290,14 +290,8 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
     async with asked_server(arguments, server_arguments) as (endpoint, model):
         is_renamed = getattr(arguments, "model", None) is not None
         ask = functools.partial(send, endpoint, model, renamed=is_renamed, pictures=pictures, videos=videos)
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        with Progress(*columns, console=console) as progress:
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
             progress.add_task("", total=n_lines, completed=len(done), note="")
             await work(ask, jobs(source, done), out, arguments.in_flight, progress, tally)
             return tally

@@ -26,7 +26,8 @@ from deltic.engine.engine import Engine
 from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import DEMO, model_directory, model_name, resolve_model, speaks
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import COUNTED, PACKED
+from deltic.models.files import PACKED
+from deltic.models.loading import COUNTED
 from deltic.runtime.build import build_runner, settle
 from deltic.runtime.cpu.device import Cpu
 from deltic.verify import bits, layers, servers, texts

@@ -11,7 +11,28 @@ from typing import Annotated, get_type_hints
 
 import msgspec
 
-from deltic.engine.messages import EngineInfo, ExpertStats, Metric, Output, ReplayStats, counter, gauge
+from deltic.engine.messages import EngineInfo, Output
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """Metadata with which /metrics shows a field of statistics."""
+
+    name: str
+    text: str
+    is_counter: bool
+    """True if the value only grows, and goes on where a process that died had left it."""
+    label: str = ""
+    """Label of the names in a field of counts by name."""
+
+
+def gauge(name: str, text: str) -> msgspec.Meta:
+    """The annotation of a field that /metrics shows as it is."""
+    return msgspec.Meta(extra={"metric": Metric(f"deltic_{name}", text, is_counter=False)})
+
+
+def counter(name: str, text: str, label: str = "") -> msgspec.Meta:
+    """The annotation of a field that only grows."""
+    return msgspec.Meta(extra={"metric": Metric(f"deltic_{name}", text, True, label)})
 
 
 @cache
@@ -20,6 +41,28 @@ def metrics_of(part: type[msgspec.Struct]) -> dict[str, Metric]:
     hints = get_type_hints(part, include_extras=True)
     metas = {name: getattr(hints[name], "__metadata__", ()) for name in part.__struct_fields__}
     return {name: meta.extra["metric"] for name, (meta,) in ((n, m) for n, m in metas.items() if m)}
+
+
+class ReplayStats(msgspec.Struct, array_like=True):
+    """Recorded steps (CUDA graphs) of a model, its vocoder's too: monotonic counters.
+
+    All are recorded before the engine is ready. One that is recorded later would hold up the steps.
+    """
+
+    n_recorded: Annotated[
+        int, counter("graph_recordings", "CUDA graphs that were recorded; later ones hold up steps.")
+    ] = 0
+    n_replayed: Annotated[int, counter("graph_replays", "CUDA graphs that were replayed.")] = 0
+
+
+class ExpertStats(msgspec.Struct, array_like=True):
+    """Routed experts that are outside the GPU, in decodes: monotonic counters."""
+
+    n_hits: Annotated[int, counter("expert_hits", "Experts of decodes that were in a slot on the GPU.")] = 0
+    n_fetched: Annotated[int, counter("expert_fetches", "Experts of decodes that came over the GPU's link.")] = 0
+    n_bytes: Annotated[
+        int, counter("expert_fetched_bytes", "Bytes of experts that came over the link for decodes.")
+    ] = 0
 
 
 class CacheStats(msgspec.Struct, array_like=True):

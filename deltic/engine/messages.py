@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -357,19 +357,9 @@ class Ping(msgspec.Struct, tag="ping"):
     """Asks for a Pong."""
 
 
-Command = (
-    Request
-    | AddText
-    | Abort
-    | InspectCache
-    | LocateCache
-    | EncodeVoice
-    | DropVoice
-    | LoadAdapter
-    | DropAdapter
-    | Ping
-    | Shutdown
-)
+Asking = InspectCache | LocateCache | EncodeVoice | LoadAdapter
+"""Questions, each of which has an answer."""
+Command = Request | AddText | Abort | DropVoice | DropAdapter | Ping | Shutdown | Asking
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -456,49 +446,6 @@ class Output(msgspec.Struct, array_like=True):
         first.n_drafted, first.n_accepted = self.n_drafted, self.n_accepted
         last.finish_reason, last.stop_token_id = self.finish_reason, self.stop_token_id
         return each
-
-
-class Metric(msgspec.Struct, frozen=True):
-    """Metadata with which /metrics shows a field of statistics."""
-
-    name: str
-    text: str
-    is_counter: bool
-    """True if the value only grows, and goes on where a process that died had left it."""
-    label: str = ""
-    """Label of the names in a field of counts by name."""
-
-
-def gauge(name: str, text: str) -> msgspec.Meta:
-    """The annotation of a field that /metrics shows as it is."""
-    return msgspec.Meta(extra={"metric": Metric(f"deltic_{name}", text, is_counter=False)})
-
-
-def counter(name: str, text: str, label: str = "") -> msgspec.Meta:
-    """The annotation of a field that only grows."""
-    return msgspec.Meta(extra={"metric": Metric(f"deltic_{name}", text, True, label)})
-
-
-class ReplayStats(msgspec.Struct, array_like=True):
-    """Recorded steps (CUDA graphs) of a model, its vocoder's too: monotonic counters.
-
-    All are recorded before the engine is ready. One that is recorded later would hold up the steps.
-    """
-
-    n_recorded: Annotated[
-        int, counter("graph_recordings", "CUDA graphs that were recorded; later ones hold up steps.")
-    ] = 0
-    n_replayed: Annotated[int, counter("graph_replays", "CUDA graphs that were replayed.")] = 0
-
-
-class ExpertStats(msgspec.Struct, array_like=True):
-    """Routed experts that are outside the GPU, in decodes: monotonic counters."""
-
-    n_hits: Annotated[int, counter("expert_hits", "Experts of decodes that were in a slot on the GPU.")] = 0
-    n_fetched: Annotated[int, counter("expert_fetches", "Experts of decodes that came over the GPU's link.")] = 0
-    n_bytes: Annotated[
-        int, counter("expert_fetched_bytes", "Bytes of experts that came over the link for decodes.")
-    ] = 0
 
 
 class VideoInfo(msgspec.Struct, array_like=True):

@@ -48,8 +48,9 @@ from itertools import chain
 import msgspec
 
 from deltic.engine.admission import Admission, in_turns, rank
-from deltic.engine.cache.cache import Cache, pages_for
+from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.checkpoints import fork_point
+from deltic.engine.checks import RequestError, n_answer_tokens, n_most_computed
 from deltic.engine.cost import StepCost, StepLoad
 from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
@@ -73,15 +74,6 @@ NOTHING_ALLOWED = (
     "nothing can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar leave no token "
     "(or the logits are not finite)"
 )
-
-
-class RequestError(ValueError):
-    """A request that this engine cannot run; the message says why and what would do."""
-
-
-def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
-    """The most tokens of a sequence that are ever computed: all but the last one drawn."""
-    return n_prompt + max(0, max_tokens - 1)
 
 
 class Scheduler:
@@ -170,24 +162,9 @@ class Scheduler:
         """
         params, branches = request.params, request.branches
         n_each = [len(request.prompt_ids) + len(branch.ids) for branch in branches] or [len(request.prompt_ids)]
-        n_prompt = max(n_each)
         if request.id in self._open:
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
-        if not request.prompt_ids:
-            raise RequestError("the prompt is empty; it needs at least one token")
-        if not 1 <= params.n <= self.info.max_num_seqs:
-            raise RequestError(f"n = {params.n}: this engine runs 1 to {self.info.max_num_seqs} sequences at once")
-        max_tokens = min(params.max_tokens, self.info.max_model_len - n_prompt)
-        if max_tokens < min(params.max_tokens, 1):
-            raise RequestError(
-                f"the prompt has {n_prompt} tokens, and max_model_len is {self.info.max_model_len} for prompt and answer"
-            )
-        n_needed = pages_for(_n_most_computed(n_prompt, max_tokens))
-        if n_needed > self.cache.pages.n:
-            raise RequestError(
-                f"prompt and answer of {n_prompt} + {max_tokens} tokens need {n_needed} pages, and the engine has"
-                f" {self.cache.pages.n}; ask for fewer tokens or start it with more --n-pages"
-            )
+        max_tokens = n_answer_tokens(request, max(n_each), self.info, self.cache.pages.n)
         if max_tokens < params.max_tokens:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
         seed = params.seed if params.seed is not None else random.getrandbits(63)
@@ -403,7 +380,7 @@ class Scheduler:
         It only takes free pages; no sequence makes way. The runner looks how far the pages go.
         """
         if n_tokens + self.info.n_lookahead > len(sequence.pages) * PAGE_SIZE:
-            n_most = _n_most_computed(sequence.n_prompt, sequence.request.params.max_tokens)
+            n_most = n_most_computed(sequence.n_prompt, sequence.request.params.max_tokens)
             self.cache.grow(sequence, min(n_tokens + self.info.n_lookahead, n_most))
 
     def _plan_prefills(self, step: Step, others: set[str]) -> None:

@@ -29,6 +29,7 @@ import zmq
 from deltic import logs
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.events import CacheEvents
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
 from deltic.engine.events import CacheReport, Event, Loading, Needs, Pong, Ready, StartFailed, StepOutputs
 from deltic.engine.guides import Vocabulary
@@ -47,7 +48,6 @@ from deltic.engine.messages import (
     Request,
     Shutdown,
 )
-from deltic.engine.scheduler import RequestError
 from deltic.engine.step import RunnerLostError
 from deltic.engine.trace import Trace
 from deltic.host.kv_events import EventPublisher

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.events import Needs, StartFailed
 from deltic.host.client import EngineClient, EngineFailed
 from deltic.host.launch import Allowance, EventSockets, Launch, ModelLaunch
@@ -54,22 +54,21 @@ class EngineHost:
     def __init__(
         self,
         clients: Sequence[EngineClient],
+        config: ServerConfig | None = None,
         *,
         program: tuple[str, ...] = PROGRAM,
-        log_format: str = "text",
-        timeout_s: float = 0.0,
         kv_events: EventSockets | None = None,
     ) -> None:
         """program: the command that runs `deltic.host.process.main`; a Launch is added to it as its last
-        argument. timeout_s: a process that shows no sign of life for so long, though it has work, is ended;
-        0: never. kv_events: where models that have a topic tell of their caches.
+        argument. config: has the form of the log, and how long a process may show no sign of life though it
+        has work; None: for ever. kv_events: where models that have a topic tell of their caches.
         """
         self.clients = tuple(clients)
         self._program = program
-        self._log_format = log_format
+        self._log_format = "text" if config is None else config.log_format
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._timeout_s = timeout_s
-        self._tick_s = min(TICK_S, timeout_s / 10)
+        self._timeout_s = 0.0 if config is None else config.engine_timeout_s
+        self._tick_s = min(TICK_S, self._timeout_s / 10)
         self._beat = Path()
         self._kv_events = kv_events
         self._directory: SocketDirectory | None = None

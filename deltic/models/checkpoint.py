@@ -16,7 +16,8 @@ from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import gguf_in, is_gguf, open_gguf, set_name
 from deltic.models.gguf_config import document, highest_id
 from deltic.models.hub import download, hub_name, is_hub_name, wanted_of
-from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, is_speech
 
 DEMO = Path(__file__).parent.parent / "demo"

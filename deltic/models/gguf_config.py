@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deltic.models.fields import MAX_LAYERS, CheckpointError, OtherModelError, UnsupportedModelError
+from deltic.models.fields import MAX_LAYERS, CheckpointError, OtherModelError, UnsupportedModelError, read_json
 from deltic.models.gguf import Gguf, is_gguf, open_gguf
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_SIZE
 
@@ -135,6 +135,15 @@ def document(file: Path, name: str) -> dict[str, Any]:
     }.get(name)
     with naming(file):
         return {} if made is None else made(open_gguf(file))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint, {} where there is no such file; of a GGUF file in the place
+    of the directory what its metadata says. Raises CheckpointError, UnsupportedModelError.
+    """
+    if is_gguf(path.parent):
+        return document(path.parent, path.name)
+    return read_json(path) if path.exists() else {}
 
 
 @contextmanager

@@ -32,19 +32,10 @@ from deltic.config import ENV_PREFIX, ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
+from deltic.models.files import PACKED, Skipped, checkpoint_files, read_headers
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
-from deltic.models.loading import (
-    PACKED,
-    Host,
-    OnDisk,
-    Parts,
-    Progress,
-    Skipped,
-    checkpoint_files,
-    read_headers,
-    shares_text,
-)
+from deltic.models.loading import Host, OnDisk, Parts, Progress, shares_text
 from deltic.models.mapped import Header, MappedFiles, map_at_random, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import (

@@ -17,11 +17,10 @@ TOKEN_PIXELS, TOKEN_FRAMES = 32, 2
 TOKEN_BYTES = 3 * TOKEN_PIXELS**2
 """Bytes of a token's pixels in a frame: red, green and blue."""
 
-Allocate = Callable[[str, tuple[int, ...], Any], Any]
-"""Gives memory for a purpose (its name), with a shape and a type: an array of numpy's on a CPU, a tensor of
-torch's on a GPU. It may exist or only be counted.
-"""
-
+DeviceArray = Any
+"""Memory of a device: an array of numpy's on a CPU, a tensor of torch's on a GPU."""
+Allocate = Callable[[str, tuple[int, ...], Any], DeviceArray]
+"""Gives memory for a purpose (its name), with a shape and a type. It may exist or only be counted."""
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 32  # query heads that share a key head: the rows of one task
@@ -69,24 +68,24 @@ class AttentionWeights:
     float32 [n_angles, rotary/2]. Rotated are the first `rotary` dims of a head, in pairs (i, i + rotary/2).
     """
 
-    q_norm: Any
-    k_norm: Any
+    q_norm: DeviceArray
+    k_norm: DeviceArray
     eps: float
-    cos: Any
-    sin: Any
+    cos: DeviceArray
+    sin: DeviceArray
 
 
 @dataclass(frozen=True)
 class LogprobEntries:
     """Log-probabilities that are wanted, and where they go. int32 but for the results."""
 
-    n: Any  # entries in use: a scalar on a CPU, [1] on a GPU
-    row: Any  # [N] of the logits
-    target: Any  # [N] the id
-    n_top: Any  # [N] how many likeliest ids are wanted; -1 skips the entry
-    logprob: Any  # float32 [N]
-    top_ids: Any  # [N, K], likeliest first
-    top_logprobs: Any  # float32 [N, K]
+    n: DeviceArray  # entries in use: a scalar on a CPU, [1] on a GPU
+    row: DeviceArray  # [N] of the logits
+    target: DeviceArray  # [N] the id
+    n_top: DeviceArray  # [N] how many likeliest ids are wanted; -1 skips the entry
+    logprob: DeviceArray  # float32 [N]
+    top_ids: DeviceArray  # [N, K], likeliest first
+    top_logprobs: DeviceArray  # float32 [N, K]
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class GdnWeights:
     [dv].
     """
 
-    conv: Any
-    a_log: Any
-    dt_bias: Any
-    norm: Any
+    conv: DeviceArray
+    a_log: DeviceArray
+    dt_bias: DeviceArray
+    norm: DeviceArray

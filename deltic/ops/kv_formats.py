@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.geometry import PAGE_SIZE, DeviceArray
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,11 @@ BF16 = KvFormat("bf16", ("cpu", "cuda"), 16, 16)
 class KvPages:
     """Pages of one layer, with any page stride, and the format of the keys and values in them."""
 
-    data: Any
+    data: DeviceArray
     format: KvFormat = BF16
-    table: Any = None
+    table: DeviceArray = None
     """Pages of each sequence, on a GPU: int32 [batch_slots, max_pages]."""
-    chosen: Any = None
+    chosen: DeviceArray = None
     """int32 [T, n]: groups of `ratio` keys that a row reads, ascending, where more are whole. None: all."""
     ratio: int = 0
 

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -30,6 +30,7 @@ from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import CODEBOOKS, CODES, SCALES, Quantised, WeightFormat
+from deltic.ops.geometry import DeviceArray
 
 PANEL = 16
 """Rows of a panel. A panel of a convolution has 32 (ops/cpu/vocoder.py)."""
@@ -59,7 +60,7 @@ class Segment:
     k: int
     format: WeightFormat
     layout: Layout
-    data: Any
+    data: DeviceArray
 
     @staticmethod
     def n_bytes_of(n: int, k: int, format: WeightFormat, layout: Layout) -> int:

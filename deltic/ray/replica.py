@@ -78,7 +78,7 @@ class Hosted:
             assert local is not None
             model.client.config = local
         self._clients = [model.client for model in served]
-        self._host = EngineHost(self._clients, log_format=config.log_format, timeout_s=config.engine_timeout_s)
+        self._host = EngineHost(self._clients, config)
         await self._host.start()
         try:
             self._server: Server = build(served, config)

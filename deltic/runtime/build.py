@@ -26,9 +26,9 @@ from deltic.models.dflash.shape import is_drafter
 from deltic.models.dflash.weights import stored_drafter
 from deltic.models.embedder import embedder_in
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
+from deltic.models.files import PACKED, forget_headers, open_tensors, without_skipped
 from deltic.models.gguf_config import naming
 from deltic.models.joint_head import HeadShape, JointHead
-from deltic.models.loading import PACKED, forget_headers, open_tensors, without_skipped
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import cut, whole
@@ -39,9 +39,10 @@ from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.runtime.adapters import Adapters, adapter_room, given_adapters
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
+from deltic.runtime.fit import make_plan, refuse_little_memory
 from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
-from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan, refuse_little_memory
+from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan
 from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.voices import open_voices
 

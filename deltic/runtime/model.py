@@ -16,8 +16,9 @@ from deltic.models.dflash.shape import DrafterShape
 from deltic.models.dflash.weights import DrafterWeights, dummy_drafter, load_drafter
 from deltic.models.embedder import Embedder
 from deltic.models.fields import read_json
+from deltic.models.files import PACKED
 from deltic.models.joint_head import HeadShape
-from deltic.models.loading import PACKED, Declaration, Store
+from deltic.models.loading import Declaration, Store
 from deltic.models.packed import check_packed
 from deltic.models.qwen.ngram_table import (
     NgramTable,

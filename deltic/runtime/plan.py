@@ -1,9 +1,9 @@
 """The memory plan: the allocations before the first request, and the limits that follow from them.
 
-One planner for every model and device. Weights, workspace (buffers of a step), state slots, pages and the
-host tier of the prefix cache are all there is; after ready nothing grows with load. A setting that cannot fit
-is refused with the largest that would. A `Kind` holds the differences between language and speech models, CPU
-and GPU. The device's own files make it: this file knows no device.
+One plan for every model and device. Weights, workspace (buffers of a step), state slots, pages and the
+host tier of the prefix cache are all there is; after ready nothing grows with load. fit.py makes it. A
+`Kind` holds the differences between language and speech models, CPU and GPU. The device's own files make
+it: this file knows no device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic
 
 from deltic.config import ConfigError, EngineConfig, pinned_cpus
 from deltic.engine.cache.cache import pages_for
-from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.machine import memory_bound, n_usable_cpus
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.dflash.weights import drafter_bytes
 from deltic.models.joint_head import HeadShape
@@ -444,53 +444,6 @@ class SpeechKind(Kind[SpeechShape]):
     """Speech models on a kind of device."""
 
 
-def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: int | None = None) -> Plan[S]:
-    """Sizes for this model in free_bytes of the device's memory.
-
-    host_free_bytes: of the machine's memory, beside a GPU (default: what is free now).
-    Raises ConfigError when the model or a setting does not fit, naming the largest value that would.
-    """
-    config = model.config
-    asked = _asked(model, kind, free_bytes)
-    plan = _shrunk(asked, kind, config)
-    given = config.expert_memory
-    bare = replace(asked, n_checkpoints=0, host_bytes=0, n_pages=0)
-    if given is not None or (plan.spare_bytes < 0 and _shrunk(bare, kind, EngineConfig()).spare_bytes < 0):
-        why = kind.all_inside(model)
-        if given is not None and why:
-            raise ConfigError(f"--expert-memory {given}: {why}; leave it out")
-        if not why:
-            asked, plan = _with_experts_outside(asked, kind, config)
-    if plan.spare_bytes < 0:
-        raise _refusal(asked, plan, kind, config)
-    if not kind.on_gpu and config.memory_gb is None:  # at most half of what is spare: the cache's
-        lacking = plan.decoders_bytes - (free_bytes - plan.budget_bytes)
-        plan = replace(plan, budget_bytes=plan.budget_bytes - max(0, min(lacking, plan.spare_bytes // 2)))
-    plan = _with_checkpoints(kind.budget(plan, config), kind, config)
-    if config.n_pages is None:
-        n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // page_cost(plan))
-        plan = replace(plan, n_pages=n_pages)
-    assert plan.n_pages >= pages_for(plan.max_model_len), "one sequence has fitted so far"
-    free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
-    return replace(plan, host_bytes=kind.host_bytes(plan, config, max(0, free - _pinned_bytes(plan))))
-
-
-def refuse_little_memory(plan: Plan[S]) -> None:
-    """Raises ConfigError where the host's memory does not hold what GPUs read there."""
-    needed, free = _pinned_bytes(plan), free_memory_bytes()
-    if needed > free:
-        parts = {"the table of n-grams": plan.ngram_bytes, "experts": plan.n_expert_slots}
-        raise ConfigError(
-            f"GPUs read {' and '.join(name for name, n in parts.items() if n)} in the host's memory, {needed / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB are free{memory_bound()}; take --device cpu, which reads files, or a machine with more memory"
-        )
-
-
-def _pinned_bytes(plan: Plan[S]) -> int:
-    """Bytes of the host's memory that GPUs read by its address: the table of n-grams, and experts."""
-    return plan.ngram_bytes + (plan.outside_bytes if plan.n_expert_slots else 0)
-
-
 def brought(plan: TextPlan, n_seqs: int) -> float:
     """Bytes of experts that a decode of n_seqs sequences brings from outside, by even routing: on a GPU of
     those in no slot, on a CPU as many of those that it uses as of all.
@@ -499,26 +452,7 @@ def brought(plan: TextPlan, n_seqs: int) -> float:
     return plan.outside_bytes * used * (1 - plan.n_expert_slots / plan.shape.n_experts)
 
 
-def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> tuple[Plan[S], Plan[S]]:
-    """The plan with experts outside before and after defaults are reduced: with as many inside as asked for;
-    else those of half of the memory or less, if other things fit beside them, and of what these leave.
-    """
-    shares = [asked.budget_bytes * i // 8 for i in (4, 3, 2, 1, 0)]
-    if config.expert_memory is not None:
-        shares = [int(config.expert_memory * 1e9)]
-    for n_bytes in shares:
-        asked = _sized(kind.hold_experts(asked, n_bytes), kind)
-        plan = _shrunk(asked, kind, config)
-        if plan.spare_bytes >= 0:
-            break
-    if config.expert_memory is None and plan.spare_bytes > 0:
-        part = plan.spare_bytes // CACHE_SHARE  # one at least is left to pages and states
-        held = (_sized(kind.hold_experts(plan, n_bytes + i * part), kind) for i in range(CACHE_SHARE - 1, 0, -1))
-        plan = next((more for more in held if more.spare_bytes >= part), plan)
-    return asked, plan
-
-
-def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
+def asked_plan(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
     """The plan of the settings and defaults, with its workspace.
 
     Raises ConfigError for a fault that no memory would mend.
@@ -582,7 +516,7 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
     if not kind.on_gpu:
         host_bytes = plan.whole_pages((config.cache_host_gb or 0.0) * 1e9)
         plan = replace(plan, host_bytes=host_bytes, joint_head=model.joint_head)
-    return _sized(plan, kind)
+    return sized(plan, kind)
 
 
 def _budget(config: EngineConfig, kind: Kind[S], free_bytes: int) -> int:
@@ -600,7 +534,7 @@ def _budget(config: EngineConfig, kind: Kind[S], free_bytes: int) -> int:
     return wanted
 
 
-def _sized(plan: Plan[S], kind: Kind[S], **changes: int) -> Plan[S]:
+def sized(plan: Plan[S], kind: Kind[S], **changes: int) -> Plan[S]:
     """The plan with changes and the workspace they need."""
     plan = replace(plan, **changes)  # type: ignore[arg-type]
     try:
@@ -609,123 +543,8 @@ def _sized(plan: Plan[S], kind: Kind[S], **changes: int) -> Plan[S]:
         return replace(plan, workspace={"more than this machine has addresses for": TOO_MUCH})
 
 
-def _shrunk(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
-    """Reduces defaults that do not fit, in the kind's order, but first moves a table to the host."""
-    if plan.left_bytes < plan.sequence_bytes and not plan.table_bytes:
-        n_bytes = kind.table_bytes(plan)
-        plan = replace(plan, weight_bytes=plan.weight_bytes - n_bytes, table_bytes=n_bytes)
-    while plan.left_bytes < plan.sequence_bytes:
-        for field, least in kind.shrink:
-            value = getattr(plan, field)
-            if getattr(config, field) is None and value > least:
-                plan = _sized(plan, kind, **{field: max(least, value // 2)})
-                break
-        else:
-            break
-    return plan
-
-
-def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
-    """Decides the number of checkpoint state slots where it is not given."""
-    if config.n_checkpoints is not None or not config.prefix_cache or not kind.max_checkpoints:
-        return plan
-    share = plan.spare_bytes // CACHE_SHARE
-    if config.n_pages is not None and not kind.on_gpu:
-        # No more beside them than a plan of that size would have; a GPU's memory is for nobody else.
-        share = min(share, plan.pages_bytes // (CACHE_SHARE - 1))
-    n_checkpoints = max(0, min(kind.max_checkpoints, share // plan.state_bytes))
-    if n_checkpoints < 1 <= plan.spare_bytes // plan.state_bytes:
-        n_checkpoints = 1  # without any there are no hits
-    return replace(plan, n_checkpoints=n_checkpoints)
-
-
-# What does not fit, and what would.
-
-
-def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig) -> ConfigError:
-    """asked: the plan before the defaults were shrunk. plan: the smallest one, which is still too large."""
-    bare = _shrunk(replace(asked, n_checkpoints=0, host_bytes=0), kind, config)
-    if bare.spare_bytes >= 0:  # so the cache's settings are too large, and need not shorten what runs
-        plan = replace(bare, n_checkpoints=asked.n_checkpoints, host_bytes=asked.host_bytes)
-    have = f"{max(0, plan.budget_bytes) / 1e9:.1f} GB{' of device memory' if kind.on_gpu else ''}"
-    too_large: list[tuple[str, str, int]] = []
-    for field, least, unit in (
-        ("n_checkpoints", 0, 1),
-        ("host_bytes", 0, 10**7),
-        ("n_pages", pages_for(plan.max_model_len), 1),
-        ("max_num_seqs", 1, 1),
-        ("max_model_len", PAGE_SIZE, PAGE_SIZE),
-        ("max_step_tokens", PAGE_SIZE, PAGE_SIZE),
-        ("max_picture_tokens", PAGE_SIZE, PAGE_SIZE),
-    ):
-        value = getattr(plan, field)
-        if value <= least:
-            continue
-        name = f"--{field.replace('_', '-')} {value}"
-        if field == "host_bytes":
-            name = f"--cache-host-gb {config.cache_host_gb}"
-        most = _largest(plan, kind, field, least, unit)
-        if most is not None:
-            return ConfigError(
-                f"{name} does not fit into {have} beside {(plan.weight_bytes + plan.vocoder_bytes) / 1e9:.1f} GB of weights; "
-                f"give at most {most / 1e9 if field == 'host_bytes' else most}"
-            )
-        too_large.append((name, field, least))
-    names = []
-    for name, field, least in too_large:  # none of them alone
-        names.append(name)
-        plan = _sized(plan, kind, **{field: least})
-        if plan.spare_bytes >= 0:
-            return ConfigError(f"{' and '.join(names)} do not fit into {have} together; give less of each")
-    return _does_not_fit(bare, kind, have)
-
-
-def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) -> int | None:
-    """The largest value of a field, of least, least + unit, ..., with which the plan fits; None: not even the
-    least does.
-
-    The search starts from below, so that no workspace much larger than a fitting one is measured.
-    """
-
-    def fits(n: int) -> bool:
-        return _sized(plan, kind, **{field: least + n * unit}).spare_bytes >= 0
-
-    if not fits(0):
-        return None
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return least + low * unit
-
-
-def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
-    """Makes the error for a model that no lower setting would make fit. plan: without what is kept for
-    the prefix cache.
-    """
-    sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
-    if plan.tower_bytes:
-        sizes += f", vision tower {plan.tower_bytes / 1e9:.1f} GB"
-    if plan.drafter_bytes:
-        sizes += f", draft model {plan.drafter_bytes / 1e9:.1f} GB"
-    if plan.vocoder_bytes:
-        sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
-    needed = plan.total_bytes - plan.pages_bytes + plan.sequence_bytes
-    if plan.workspace_bytes >= TOO_MUCH:
-        sizes += f" alone, with buffers of more than {LARGEST_BUFFER / 1e9:.0f} GB each"
-        needed -= plan.workspace_bytes
-    else:
-        sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"
-    n_gb = math.ceil((needed + kind.reserve_bytes) / kind.free_share / 1e9)
-    smaller = {None: "--quantize int8, ", "int8": "--quantize int4, "}.get(plan.quantize, "")
-    first, where = ("--device cpu, ", "GPU") if kind.on_gpu else (smaller, "machine")
-    if isinstance(plan.shape, ModelShape) and plan.shape.formats:
-        first = "a quantisation of fewer bits, "
-    if isinstance(plan.shape, ModelShape) and plan.shape.is_moe and not kind.on_gpu and not plan.outside_bytes:
-        first = f"--weights-cache DIR or `deltic pack`, which leave experts on the disk, {first}"
-    return ConfigError(
-        f"the model does not fit: {sizes}, and {have} may be used{'' if kind.on_gpu else memory_bound()}; take {first}a smaller "
-        f"model, or a {where} with at least {n_gb} GB free"
+def as_flag(field: str, value: int, config: EngineConfig) -> str:
+    """A field of a plan and its value, as the command line has it."""
+    return (
+        f"--cache-host-gb {config.cache_host_gb}" if field == "host_bytes" else f"--{field.replace('_', '-')} {value}"
     )

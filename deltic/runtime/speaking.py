@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import LoadedAdapters
 from deltic.engine.messages import MAX_FIRST_FRAMES, Request, Speech
 from deltic.engine.pictures import PictureEncoder
-from deltic.engine.scheduler import RequestError
 from deltic.engine.stage import StreamVocoder
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape, codec_side
 from deltic.models.vocoder.cpu import SEEN_FRAMES

@@ -76,23 +76,9 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": self.message})
 
 
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "service_unavailable",
-}
-
-_ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
+_COMMON = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_KINDS = _COMMON | {503: "service_unavailable"}
+_ANTHROPIC_KINDS = _COMMON | {413: "request_too_large", 504: "timeout_error", 529: "overloaded_error"}
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:

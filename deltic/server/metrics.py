@@ -187,12 +187,7 @@ VLLM: tuple[Theirs, ...] = (
     (COUNTER, "spec_decode_num_drafts", "Drafts.", lambda s: s.drafted.get("1", 0)),
     (COUNTER, "spec_decode_num_draft_tokens", "Tokens that were guessed ahead.", lambda s: s.n_drafted),
     (COUNTER, "spec_decode_num_accepted_tokens", "Of those, the ones that were drawn.", lambda s: s.n_accepted),
-    (
-        COUNTER,
-        "prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache.",
-        lambda s: s.cache.n_lookup_tokens,
-    ),
+    (COUNTER, "prefix_cache_queries", "Prompt tokens that were looked up.", lambda s: s.cache.n_lookup_tokens),
     (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", lambda s: s.cache.n_hit_tokens),
     # The names of older versions, which production-stack's router reads.
     (GAUGE, "gpu_cache_usage_perc", "As vllm:kv_cache_usage_perc.", lambda s: s.pages_used_ratio),

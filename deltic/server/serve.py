@@ -37,6 +37,7 @@ from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.json_types import JsonObject
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
+from deltic.models.gguf_config import read_settings
 from deltic.models.hub import is_hub_name
 from deltic.server.address import check_transfer, listening, load_certificates, tls, url_of
 from deltic.server.downloads import fetch_all
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
     from deltic.host.launch import EventSockets
     from deltic.server.limits import Accounts
-    from deltic.server.on_demand import Offered, OnDemand
+    from deltic.server.offered import Offered
+    from deltic.server.on_demand import OnDemand
     from deltic.server.service import Server, Service
 
 log = logging.getLogger("deltic.server")
@@ -240,13 +242,7 @@ async def _serve(
 ) -> int:
     started_s = time.monotonic()
     on_demand = _on_demand(config, program) if config.models_from else None
-    host = on_demand or EngineHost(
-        [model.client for model in models],
-        program=program,
-        log_format=config.log_format,
-        timeout_s=config.engine_timeout_s,
-        kv_events=told_at,
-    )
+    host = on_demand or EngineHost([model.client for model in models], config, program=program, kv_events=told_at)
     signals = StopSignals()
     signals.reload = _reloading(config, secured)
     try:
@@ -415,9 +411,7 @@ def _origin(engine: EngineConfig, directory: Path) -> JsonObject:
     nobody's business, and a router looks on the hub. The architecture as config.json says it, of a model that
     has one.
     """
-    from deltic.text import read_json
-
-    config = {} if engine.dummy is not None else read_json(directory / "config.json")
+    config = {} if engine.dummy is not None else read_settings(directory / "config.json")
     tokenizer = engine if engine.tokenizer is None else replace(engine, model=engine.tokenizer, dummy=None)
     names = [model_name(source) for source in (engine, tokenizer)]
     model, spoken = (name if engine.dummy is None and is_hub_name(name) else None for name in names)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from deltic.models.checkpoint import ALL_FILES
 from deltic.models.embedder import embedder_in
+from deltic.models.files import INDEX, open_tensors, read_headers
 from deltic.models.gguf import is_gguf, open_gguf, tower_beside
 from deltic.models.hub import digest, published_hash
-from deltic.models.loading import COUNTED, INDEX, Declaration, Planned, open_tensors, read_headers
-from deltic.models.qwen.shape import HOW_IT_RUNS, PUBLISHED, ModelShape
+from deltic.models.loading import COUNTED, Declaration, Planned
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import HOW_IT_RUNS, ModelShape
 from deltic.models.qwen.weights import check_weights, declare_weights, has_head, unused_parts
 from deltic.models.stored import StoredTensor, formats_of
 from deltic.verify.page import Check, Tell

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deltic.models.gguf import is_gguf
-from deltic.models.gguf_config import document
+from deltic.models.gguf_config import document, read_settings
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
-from deltic.text import Tokenizer, read_json
+from deltic.text import Tokenizer
 from deltic.verify.page import Check
 
 _GIVEN = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
@@ -69,12 +69,9 @@ class Wording:
     @cached_property
     def rules(self) -> tuple[dict[str, int], list[list[str]]]:
         """Vocabulary and merges."""
-        file = self.path / "tokenizer.json"
-        if is_gguf(self.path) or file.exists():
-            model = (document(self.path, file.name) if is_gguf(self.path) else read_json(file)).get("model", {})
-            merges = [each.split(" ") if isinstance(each, str) else list(each) for each in model.get("merges", [])]
-            return model.get("vocab", {}), merges
-        return {}, []
+        model = read_settings(self.path / "tokenizer.json").get("model", {})
+        merges = [each.split(" ") if isinstance(each, str) else list(each) for each in model.get("merges", [])]
+        return model.get("vocab", {}), merges
 
 
 def differing(mine: str, theirs: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from bench import ops, ops_workload
 from bench.ops import Roofs, find_shape, main, measure, towers
 from bench.ops_workload import Workload
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.models.vision.shape import VisionShape
 from deltic.ops.contract import KernelError
 

@@ -24,7 +24,7 @@ from deltic.bench import gpu
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import Drafting
 from deltic.engine.engine import Engine
-from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.published import published_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches

@@ -30,7 +30,8 @@ from bench.peers_report import (
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.checkpoint import n_real_ids, tokenizer_json
 from deltic.models.gguf import open_gguf
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import ModelShape
 from tests.tiny import tiny_checkpoint
 from tests.tiny_config import VOCAB_SIZE
 from tests.tiny_gguf import tiny_gguf

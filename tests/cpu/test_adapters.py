@@ -18,12 +18,12 @@ import torch
 
 from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, _Names, read_adapter
-from deltic.models.qwen.cpu import allocate_adapters
+from deltic.models.qwen.cpu_buffers import allocate_adapters
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights
 from tests.adapters import ATTENTION, DELTANET, EVERY, EXPERTS, adapted, make_adapter

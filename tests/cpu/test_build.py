@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.cpu.program import instruction_set
 from deltic.runtime.build import build_runner

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from deltic import LLM
 from deltic.config import EngineConfig
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Pooling, Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.models.embedder import embedder_in
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.runtime.build import build_runner

@@ -25,7 +25,8 @@ from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.checkpoint import n_real_ids
 from deltic.models.fields import UnsupportedModelError
-from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.ops.kv_formats import KV_FORMATS
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu

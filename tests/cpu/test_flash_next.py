@@ -20,7 +20,8 @@ from deltic.models.fields import CheckpointError
 from deltic.models.packed import map_packed, pack_model
 from deltic.models.qwen import ngram_table
 from deltic.models.qwen.ngram_table import check_ngram_table, dummy_ngram_table, dummy_table_bytes, ngram_table_of
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import DraftHead, Moe, check_weights, dummy_weights, load_weights, stored_shape
 from deltic.ops.arrays import Array, bfloat16
 from deltic.runtime.build import build_runner, needs_of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.messages import SamplingParams
-from deltic.models.loading import open_tensors, stored_formats
+from deltic.models.files import open_tensors, stored_formats
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, load_weights
 from deltic.ops.formats import Quantised

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltic.config import EngineConfig
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import JointQuestion, Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.joint_head import CONFIG, WEIGHTS, HeadShape, JointHead, Span, SpannedQuestion
 from deltic.runtime.build import build_runner

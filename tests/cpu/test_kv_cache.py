@@ -12,7 +12,8 @@ import pytest
 
 from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig, without_foreign
-from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.ops.kv_formats import KV_ALIASES, KV_FORMATS, on_device
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu

@@ -22,7 +22,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request
 from deltic.models import loading, packed
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import PACKED
+from deltic.models.files import PACKED
 from deltic.models.packed import cache_file, map_packed, save_packed
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, Weights, load_weights

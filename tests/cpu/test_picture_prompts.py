@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from deltic import LLM
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.models.fields import CheckpointError
 from deltic.models.packed import pack_model
 from deltic.models.vision.pixels import Patches, PictureRules

@@ -9,16 +9,18 @@ import pytest
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.qwen.ngram_table import ngram_table_of
-from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.weights import empty_weights
 from deltic.models.vision.shape import VisionShape
 from deltic.ops.gpu.launch import Levers
+from deltic.runtime import fit
 from deltic.runtime import plan as planner
 from deltic.runtime.build import build_runner, settle
 from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.fit import make_plan
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.model import TextModel
-from deltic.runtime.plan import DECODERS_BYTES, TextPlan, make_plan
+from deltic.runtime.plan import DECODERS_BYTES, TextPlan
 from deltic.server.chat import pictures, videos
 from deltic.server.chat.picture_parts import N_DECODING
 from tests.planned import planned
@@ -119,7 +121,7 @@ def test_the_table_of_n_grams_is_planned_in_the_hosts_memory(monkeypatch: pytest
     assert plan(10**9).ngram_bytes == n_bytes
     assert plan(2 * plan(10**9).host_bytes + n_bytes).host_bytes == plan(10**9).host_bytes > 0
     assert plan(2 * plan(10**9).host_bytes + n_bytes - 2).host_bytes == 0
-    monkeypatch.setattr(planner, "free_memory_bytes", lambda: n_bytes - 1)
+    monkeypatch.setattr(fit, "free_memory_bytes", lambda: n_bytes - 1)
     monkeypatch.setattr(gpu, "INTERPRETED", True)
     monkeypatch.setattr(device, "begin_compiling", lambda plan: pytest.fail("it was loaded"))
     with pytest.raises(

@@ -19,22 +19,14 @@ from deltic.__main__ import main
 from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.messages import EngineInfo
-from deltic.models import loading
+from deltic.models import files, loading
 from deltic.models.checkpoint import locate
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import (
-    COUNTED_ROWS,
-    HOST,
-    PACKED,
-    Declaration,
-    Host,
-    Stored,
-    copy_parts,
-    shares_text,
-    stored_formats,
-)
+from deltic.models.files import PACKED, stored_formats
+from deltic.models.loading import COUNTED_ROWS, HOST, Declaration, Host, Stored, copy_parts, shares_text
 from deltic.models.packed import cache_file, map_packed
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import UNUSED, Weights, active_weights, empty_weights, load_weights, weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised
@@ -344,7 +336,7 @@ def test_headers_are_read_once_a_start(monkeypatch: pytest.MonkeyPatch, tmp_path
     path, read = tmp_path / "model", list[Path]()
     shutil.copytree(tiny_quantised("dense", "qwen-fp8").path, path)
     monkeypatch.setattr(
-        loading, "checkpoint_files", lambda path, real=loading.checkpoint_files: read.append(path) or real(path)
+        files, "checkpoint_files", lambda path, real=files.checkpoint_files: read.append(path) or real(path)
     )
     shape = shape_of(path)
     load_weights(path, shape)
@@ -356,7 +348,7 @@ def test_headers_are_read_once_a_start(monkeypatch: pytest.MonkeyPatch, tmp_path
     os.utime(tmp_path / shard.name)  # behind the link
     load_weights(path, shape)
     assert read == [path] * 3, "of other files they are read anew"
-    loading.forget_headers()
+    files.forget_headers()
     load_weights(path, shape)
     assert read == [path] * 4
 

@@ -26,8 +26,10 @@ from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.checkpoint import DEMO
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import COUNTED, PACKED, Declaration
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.files import PACKED
+from deltic.models.loading import COUNTED, Declaration
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import declare_weights
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.roofs import beyond_caches

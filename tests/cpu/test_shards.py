@@ -10,7 +10,8 @@ import pytest
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.adapters import Delta
-from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, Runs, cut, share
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, dummy_formats, load_weights, stored_shape
 from deltic.ops.arrays import Array

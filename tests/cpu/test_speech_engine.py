@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams, Speech
-from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
 from deltic.models.fields import CheckpointError
 from deltic.models.loading import COUNTED, Declaration

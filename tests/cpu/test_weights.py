@@ -19,8 +19,10 @@ from torch import Tensor
 
 from deltic.models.checkpoint import resolve_model
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import COUNTED_ROWS, Mlp, Skipped, without_skipped
-from deltic.models.qwen.shape import PUBLISHED, ModelShape, published_shape
+from deltic.models.files import Skipped, without_skipped
+from deltic.models.loading import COUNTED_ROWS, Mlp
+from deltic.models.qwen.published import PUBLISHED, published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import (
     AttnLayer,
     GdnLayer,

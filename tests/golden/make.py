@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from deltic.engine.messages import SamplingParams
-from deltic.llm import LLM, Completion
+from deltic.llm import LLM
+from deltic.llm_calls import Completion
 from deltic.ops.cpu import program as table
 
 PATH = Path(__file__).with_name("answers.json")

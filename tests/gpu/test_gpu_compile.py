@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.weights import dummy_formats, empty_weights
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.collect import _different_layers

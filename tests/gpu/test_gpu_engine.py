@@ -26,8 +26,9 @@ from deltic.bench.gpu import n_launches
 from deltic.bench.quality import Document, readings
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
+from deltic.engine.events import ReplayStats
 from deltic.engine.guides import Guide, Guides, Vocabulary
-from deltic.engine.messages import Branch, Constraint, Output, ReplayStats, Request, SamplingParams
+from deltic.engine.messages import Branch, Constraint, Output, Request, SamplingParams
 from deltic.engine.step import Chunk
 from tests.plain import plain
 from tests.reference.layers import stochastic_bfloat16

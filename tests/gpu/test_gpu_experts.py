@@ -18,9 +18,9 @@ from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
-from deltic.runtime import plan as planner
+from deltic.runtime import fit
 from deltic.runtime.build import build_runner, settle
-from deltic.runtime.plan import make_plan
+from deltic.runtime.fit import make_plan
 from tests import tiny
 from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
@@ -334,10 +334,10 @@ def test_a_plan_leaves_outside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch
         plans.append(plan)
     slots = [plan.n_expert_slots for plan in plans]
     assert 0 < slots[0] < slots[1] < slots[2] < slots[3] < 256 and slots[4] == 0 == plans[4].outside_bytes
-    monkeypatch.setattr(planner, "free_memory_bytes", lambda: 10 * 10**9)
+    monkeypatch.setattr(fit, "free_memory_bytes", lambda: 10 * 10**9)
     with pytest.raises(ConfigError, match=r"GPUs read experts in the host's memory, 18.\d GB, and 10.0 GB are free"):
-        planner.refuse_little_memory(plans[0])
-    planner.refuse_little_memory(plans[4])
+        fit.refuse_little_memory(plans[0])
+    fit.refuse_little_memory(plans[4])
     dense = settle(EngineConfig(dummy="qwen3.5-4b", expert_memory=1.0, device="cuda"), gpu)
     with pytest.raises(ConfigError, match=r"--expert-memory 1.0: the model has no routed experts; leave it out"):
         make_plan(gpu.text, dense, 80 * 10**9, host_free_bytes=64 * 10**9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from deltic.engine.messages import ReplayStats
+from deltic.engine.events import ReplayStats
 from deltic.ops.gpu import hopper, launch
 from deltic.ops.gpu.launch import Levers, allocate_on, bound_levers, launches
 from deltic.ops.gpu.linear import k_splits, narrow_swiglu, silu_mul

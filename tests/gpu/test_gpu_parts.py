@@ -24,12 +24,12 @@ from deltic.models.qwen.weights import empty_weights, load_weights
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.build import build_runner, judge_of, settle
+from deltic.runtime.fit import make_plan
 from deltic.runtime.gpu import collect, text
 from deltic.runtime.gpu.adapters import JointMemory
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.model import TextModel
-from deltic.runtime.plan import make_plan
 from tests.cpu.test_embedder import request as vector_request
 from tests.cpu.test_embedder import vectors
 from tests.cpu.test_joint_head import decider, decision

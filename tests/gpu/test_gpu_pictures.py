@@ -11,7 +11,7 @@ import torch
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Picture, Request
-from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.published import published_shape
 from deltic.models.rotary import PromptPositions
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import empty_vision

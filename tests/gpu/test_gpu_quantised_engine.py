@@ -21,7 +21,8 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.models.loading import COUNTED_ROWS
-from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.published import PUBLISHED
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, Weights, empty_weights, load_weights, stored_shape
 from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
 from deltic.ops.matrix import Matrix

@@ -13,7 +13,7 @@ from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig
 from deltic.config_sources import resolve
 from deltic.models.gguf import SUFFIX
 from deltic.models.hub import hub_name
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.server.serve import prepared
 

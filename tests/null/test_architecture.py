@@ -76,6 +76,43 @@ def test_the_map_is_one_page() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= MAX_LINES
 
 
+PLACES = {
+    "the chat template": ("`server/chat/template.py`", "server/chat/template.py", "class ChatTemplate"),
+    "the rule of eviction": ("`Tier.victim` (`tree.py`)", "engine/cache/tree.py", "def victim"),
+    "attention on a GPU": (
+        "`ops/gpu/` (a file an operator: `attention_decode.py`)",
+        "ops/gpu/attention_decode.py",
+        "softmax",
+    ),
+    "a metric": (
+        "A number of `/metrics`? | `config.py`; `aliases.py`; `engine/events.py`",
+        "engine/events.py",
+        "counter(",
+    ),
+    "a flag": ("Is it a flag, or its default?", "config.py", "knob("),
+    "the name of a tensor": ("the name of a tensor", "models/qwen/weights.py", "linear_attn."),
+    "the memory of the vocoder": ("`vocoder.py` of a device has the memory", "runtime/cpu/vocoder.py", "state"),
+    "the order of keys": ("`admission.py` has the order of keys: `take_turn`", "engine/admission.py", "def take_turn"),
+    "where a draft is refused": ("(`Chunk.accepted`, `engine/step.py`)", "engine/step.py", "def accepted"),
+    "the bound on a picture": ("Does it bound one picture", "server/chat/pictures.py", "MAX_PICTURE_BYTES ="),
+}
+"""What a new reader looks for: what the map says of it, the file that this means, and what stands there."""
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_the_map_leads_there(what: str) -> None:
+    said, file, there = PLACES[what]
+    assert said in " ".join((ROOT / "ARCHITECTURE.md").read_text().split())
+    assert there in (ROOT / "deltic" / file).read_text()
+
+
+def test_the_glossary_is_short() -> None:
+    """A word of the house is one that a reader has to learn."""
+    rows = (ROOT / "ARCHITECTURE.md").read_text().partition("## Words\n")[2].partition("##")[0].strip().splitlines()[2:]
+    words = [word for row in rows for word in row.split("|")[1::2] if word.strip()]
+    assert 0 < len(words) <= 20, words
+
+
 @pytest.mark.parametrize("path", MAPS, ids=relative)
 def test_named_files_exist(path: Path) -> None:
     missing = sorted({name for name in named_files(path.read_text()) if not is_there(name)})

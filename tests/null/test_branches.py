@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from deltic.engine.engine import check_request
+from deltic.engine.checks import RequestError, check_request
 from deltic.engine.messages import MAX_SCORED, Branch, Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import some_ids
 from tests.fakes import POISON, FakeRunner

@@ -25,7 +25,7 @@ import zmq
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.events import AdapterLoaded, CacheReport, CacheStats, EngineReply, Event, Loading, SpeechStats, Stats
 from deltic.engine.messages import Command, EncodeVoice, Output, Request, SamplingParams
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
@@ -105,7 +105,7 @@ async def hosted(
     """The host of these clients, which are ready."""
     if step_ms:
         program = (*program, "--step-ms", str(step_ms))
-    host = EngineHost(clients, program=program, timeout_s=timeout_s)
+    host = EngineHost(clients, ServerConfig(engine_timeout_s=timeout_s), program=program)
     await host.start()
     try:
         for client in clients:

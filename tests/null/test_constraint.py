@@ -18,10 +18,10 @@ import llguidance
 import pytest
 
 from deltic.engine import guides
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Guide, Guides, Vocabulary
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
 from tests.fake_engine import byte_tokenizer
 from tests.fakes import EOS, NAN, VOCAB_SIZE, FakeRunner, expected_tokens

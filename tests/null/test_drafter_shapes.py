@@ -9,7 +9,7 @@ import pytest
 
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.fields import UnsupportedModelError
-from deltic.models.qwen.shape import published_shape
+from deltic.models.qwen.published import published_shape
 
 LAYERS: dict[str, Any] = {
     "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17408,

@@ -14,7 +14,7 @@ import pytest
 
 from deltic.config import EngineConfig
 from deltic.models.fields import CheckpointError
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from deltic.runtime import fingerprint as fingerprint_module
 from deltic.runtime.fingerprint import MEMORY, fingerprint
 from tests.null.test_layout import FILES, import_graph, module_name, reachable

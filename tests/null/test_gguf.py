@@ -38,12 +38,13 @@ from deltic.models.checkpoint import (
     tokenizer_json,
 )
 from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.files import check_plan, open_tensors
 from deltic.models.gguf import QUANTISED, TYPES, chosen, gguf_in, open_gguf, tower_beside
 from deltic.models.gguf_blocks import BLOCKS, decoded
 from deltic.models.gguf_config import document
 from deltic.models.gguf_tensors import stored_tensors
 from deltic.models.hub import DownloadFailed, is_hub_name
-from deltic.models.loading import COUNTED, Declaration, check_plan, open_tensors
+from deltic.models.loading import COUNTED, Declaration
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import declare_weights
 from deltic.models.stored import formats_of

@@ -26,21 +26,24 @@ REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir()) + sorted(PACKAGE.rglob("*.cu"))
 
-MAX_SOURCE_FILES = 302
-MAX_FILE_LINES = 600
+MAX_SOURCE_FILES = 311
+MAX_FILE_LINES = 672
+"""Lines of a file that are not empty: docstrings and comments count, too."""
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 65_051
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
 MAX_PARAMETERS = 8
 """Parameters of a function: what belongs together is a record."""
+MAX_ANY = 242
+"""Types that nothing checks. `DeviceArray` is one of them, under a name that says what it is."""
 SHARED_NAMES = """
 AdapterBuffers AdapterRows Batch BatchParameters Columns Completion DraftHead Draws Frames Header Kind Linears
 MoeScratch PictureTower Ring Rows Stored VisionBuffers Voice Workspace
 """
 """Names that several classes have: mostly the same thing on a CPU and on a GPU. The list only shrinks."""
 MAX_PROSE_COLUMNS = 110
-"""Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
+"""Lines of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
 LAYERS = [{"commands", "bench", "verify", "ray"}, {"server"}, {"host"}, {"runtime"}, {"engine", "models"}, {"ops"}]
 """Folders, the topmost first. Each may import those below it; two that stand together do not know each other, but for the first."""
@@ -55,6 +58,7 @@ SHARED = {
     "batch_lines",
     "config_sources",
     "llm",
+    "llm_calls",
     "async_llm",
     "json_types",
     "__init__",
@@ -89,7 +93,7 @@ WITH_TORCH = (
     "models.vocoder.gpu",
 )
 """How the names begin of modules that import torch. Others may do so inside a function, where a GPU is in use."""
-MAX_DEFERRED_IMPORTS = 29
+MAX_DEFERRED_IMPORTS = 28
 """Imports of ours inside functions: each keeps a start quick or a package optional, none hides a ring."""
 
 
@@ -117,6 +121,8 @@ class Read:
     """Numbers of the lines that hold docstrings or comments, but for those with an instruction to a checker."""
     docstrings: tuple[str, ...]
     """Docstrings of the module, its classes, functions, constants and fields."""
+    n_any: int
+    """How often a type is Any."""
     n_code: int
     """Lines that hold code."""
 
@@ -174,6 +180,7 @@ def read_text(text: str) -> Read:
         classes=tuple((each.name, n_methods_of(each)) for each in nodes if isinstance(each, ast.ClassDef)),
         prose=frozenset(prose),
         docstrings=tuple(docstrings),
+        n_any=sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
         n_code=n_code,
     )
 
@@ -356,11 +363,12 @@ def test_docstrings_stand_alone(path: Path) -> None:
 
 
 def test_size_ceilings() -> None:
-    n_lines = {path: n_code_lines(path) for path in SOURCES}
+    n_lines = {path: sum(map(bool, map(str.strip, path.read_text().splitlines()))) for path in SOURCES}
     long = {str(path.relative_to(ROOT)): n for path, n in n_lines.items() if n > MAX_FILE_LINES}
     assert not long, f"over {MAX_FILE_LINES} lines: {long}"
     assert len([path for path in FILES if path.name != "__init__.py"]) <= MAX_SOURCE_FILES
-    assert sum(n_lines.values()) <= MAX_PACKAGE_LINES, sum(n_lines.values())
+    assert (n := sum(map(n_code_lines, SOURCES))) <= MAX_PACKAGE_LINES, n
+    assert (n := sum(read(path).n_any for path in FILES)) <= MAX_ANY, n
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -394,7 +402,7 @@ WIDE_SETTINGS = {
     "whoever looks for files asks for it": "download_dir cache_dir",
     "a file, a module or a field of requests has the same name": "generation_config chat_template kv_events",
     "each door bounds bodies and queues, and writes addresses": "max_body_mb root_path max_queue",
-    "each process writes a log, each command asks a server": "log_format api_key",
+    "each command asks a server": "api_key",
 }
 """Settings that more files name, by the reason. The list only shrinks."""
 HANDED_ON = ("cache_salt", "cache_prompt", "bad_words", "allowed_token_ids")

@@ -111,12 +111,12 @@ def test_a_terminal_is_shown_how_far_loading_and_prompts_are(
     checkpoint: Path, fake_runtime: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("deltic.llm.TELL_S", 0.0)
+    monkeypatch.setattr("deltic.llm_calls.TELL_S", 0.0)
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     llm = LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256, max_step_tokens=64)
     assert "loading" in screen.getvalue()
     shown: list[str] = []
-    monkeypatch.setattr("deltic.llm._Bar.show", lambda bar, text, done: shown.append(f"{text} {done:.2f}"))
+    monkeypatch.setattr("deltic.llm_calls.Bar.show", lambda bar, text, done: shown.append(f"{text} {done:.2f}"))
     llm.generate([[*range(20, 220)], [1, 2]], max_tokens=2, ignore_eos=True)
     assert "0/2 answers, 0 tokens, prompts 32% read 0.32" in shown
     assert shown[-1] == "2/2 answers, 4 tokens 1.00"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
-from deltic.engine.scheduler import RequestError
 from deltic.engine.step import RunnerLostError, Step, StepResult
 from tests import fakes
 from tests.fakes import POISON, FakeRunner, expected_tokens

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltic.config import EngineConfig
-from deltic.engine.events import CacheStats, PictureStats, SpeechStats, Stats
-from deltic.engine.messages import EngineInfo, ExpertStats, ReplayStats
+from deltic.engine.events import CacheStats, ExpertStats, PictureStats, ReplayStats, SpeechStats, Stats
+from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient
 from deltic.server.metrics import AdapterNumbers, Exposition, Histogram, KeyNumbers, Metrics
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from deltic.engine.engine import check_request
+from deltic.engine.checks import check_request
 from deltic.server.app import ROUTES, Route
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app

@@ -27,10 +27,11 @@ from deltic.aliases import published
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.messages import SamplingParams
 from deltic.models.checkpoint import DEMO
-from deltic.server import on_demand
+from deltic.server import offered, on_demand
 from deltic.server.asked import EarlyStream
 from deltic.server.errors import ApiError
-from deltic.server.on_demand import ModelsOnDisk, OnDemand, duration
+from deltic.server.offered import ModelsOnDisk, duration
+from deltic.server.on_demand import OnDemand
 from deltic.server.serve import serve
 from tests.fakes import expected_tokens
 from tests.null.test_serve import ROOT, Server
@@ -455,7 +456,7 @@ def test_a_short_name_is_that_of_its_commit(tmp_path: Path, monkeypatch: pytest.
             (folder / "refs").mkdir()
             (folder / "refs" / "main").write_text(commit)
 
-    monkeypatch.setattr(on_demand, "why_not", lambda path: "")
+    monkeypatch.setattr(offered, "why_not", lambda path: "")
     fetch("f" * 40, main=True)
     assert names() == {f"{repository}:Q4_K_M": ()}, "other bytes than the name stands for"
     fetch(str(small.revision), main=False)

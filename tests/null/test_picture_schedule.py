@@ -10,10 +10,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Picture, PictureInfo, Request, SamplingParams
 from deltic.engine.pictures import Pace, Pictures
-from deltic.engine.scheduler import TOWER_SHARE, RequestError
+from deltic.engine.scheduler import TOWER_SHARE
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import FakeRunner

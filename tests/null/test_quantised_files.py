@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import open_tensors, read_headers
+from deltic.models.files import open_tensors, read_headers
 from deltic.models.mapped import Header
 from deltic.models.stored import StoredTensor
 from deltic.models.tensors import stored_tensors

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 
 from deltic.engine.cache.cache import Cache
+from deltic.engine.checks import RequestError
 from deltic.engine.cost import StepLoad
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
-from deltic.engine.scheduler import RequestError, Scheduler
+from deltic.engine.scheduler import Scheduler
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import EOS, NAN, FakeRunner, expected_tokens

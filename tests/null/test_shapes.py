@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError
-from deltic.models.qwen.shape import PUBLISHED, ModelShape, published_shape
+from deltic.models.qwen.published import PUBLISHED, published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.vision.shape import VisionShape
 
 # total parameters with MTP and vision, conv channels, recurrent MiB, conv MiB, KV bytes a token

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deltic.engine.checks import RequestError
 from deltic.engine.engine import Engine
 from deltic.engine.messages import AddText, Output, Request, SamplingParams, Speech
-from deltic.engine.scheduler import RequestError
 from deltic.engine.stage import FRAME_S, SpeechStage
 from deltic.engine.step import Sequence, Step, StepResult
 from tests.fakes import NAN, POISON, FakeRunner

@@ -26,7 +26,7 @@ from deltic.host.process import ServedModel
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import open_gguf
 from deltic.models.qwen.adapters import read_adapter
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.qwen.published import PUBLISHED
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fakes import FakeRunner
 from tests.null.test_loop import request

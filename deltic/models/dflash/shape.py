@@ -25,7 +25,8 @@ from deltic.models.fields import (
     read_json,
     refuse_limits,
 )
-from deltic.models.qwen.shape import FULL_ATTENTION, ModelShape, YarnScaling, rotary_frequencies, yarn_scaling
+from deltic.models.qwen.shape import FULL_ATTENTION, ModelShape
+from deltic.models.yarn import YarnScaling, rotary_frequencies, yarn_scaling
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHeads
 
 if TYPE_CHECKING:

@@ -7,28 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deltic.models.dflash.shape import DrafterShape
-from deltic.models.loading import (
-    COUNTED,
-    HOST,
-    Counted,
-    Declaration,
-    Mlp,
-    Parts,
-    Skipped,
-    Store,
-    Stored,
-    check_plan,
-    copy_parts,
-    fill_dummy,
-    open_tensors,
-)
+from deltic.models.files import Skipped, check_plan, open_tensors
+from deltic.models.loading import COUNTED, HOST, Counted, Declaration, Mlp, Parts, Store, Stored, copy_parts, fill_dummy
 from deltic.models.stored import StoredTensor, formats_of
 from deltic.ops.arrays import Array
+from deltic.ops.geometry import DeviceArray
 from deltic.ops.matrix import Matrix
 
 _TARGETS = {
@@ -44,7 +31,7 @@ class BlockConv:
     base[side, j] and, one value a group of channels, that of projection's product with the row that goes in.
     """
 
-    base: Any  # [2 * taps, H] f32: of the side before, then behind
+    base: DeviceArray  # [2 * taps, H] f32: of the side before, then behind
     projection: Matrix  # [2 * taps * H / group, H]
 
 
@@ -52,12 +39,12 @@ class BlockConv:
 class DrafterLayer:
     """A Qwen3 layer. `qkv` rows: all query heads | k heads | v heads."""
 
-    input_norm: Any  # [H] f32, zero-centred, as all of them
+    input_norm: DeviceArray  # [H] f32, zero-centred, as all of them
     qkv: Matrix  # [(nq + 2 nk) d, H]
-    q_norm: Any  # [d] f32
-    k_norm: Any  # [d] f32
+    q_norm: DeviceArray  # [d] f32
+    k_norm: DeviceArray  # [d] f32
     o_proj: Matrix  # [H, nq d]
-    post_norm: Any  # [H] f32
+    post_norm: DeviceArray  # [H] f32
     mlp: Mlp
     attn_conv: BlockConv | None = None
     mlp_conv: BlockConv | None = None
@@ -67,8 +54,8 @@ class DrafterLayer:
 class Selector:
     """Scores of pairs of tokens (DFlash 2): <predecessor[a] * projection h, successor[b]>."""
 
-    predecessor: Any  # [V, rank] bf16
-    successor: Any  # [V, rank] bf16
+    predecessor: DeviceArray  # [V, rank] bf16
+    successor: DeviceArray  # [V, rank] bf16
     projection: Matrix  # [rank, H]
 
 
@@ -76,7 +63,7 @@ class Selector:
 class Markov:
     """Terms that the token before adds to the logits (DSpark): after before[a]."""
 
-    before: Any  # [V, rank] bf16
+    before: DeviceArray  # [V, rank] bf16
     after: Matrix  # [V, rank]
 
 
@@ -84,8 +71,8 @@ class Markov:
 class Confidence:
     """The logit of a guess's chance to be right (DSpark)."""
 
-    weight: Any  # [H] f32, or [H + rank] where it reads the token before
-    bias: Any  # [1] f32
+    weight: DeviceArray  # [H] f32, or [H + rank] where it reads the token before
+    bias: DeviceArray  # [1] f32
 
 
 @dataclass
@@ -93,9 +80,9 @@ class DrafterWeights(Parts):
     """A block drafter in the internal layout."""
 
     fc: Matrix  # [H, n_features * H]
-    hidden_norm: Any  # [H] f32, zero-centred
+    hidden_norm: DeviceArray  # [H] f32, zero-centred
     layers: list[DrafterLayer]
-    norm: Any  # [H] f32
+    norm: DeviceArray  # [H] f32
     selector: Selector | None = None
     markov: Markov | None = None
     confidence: Confidence | None = None

@@ -17,8 +17,8 @@ captured as a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial as partial_of
 from itertools import zip_longest
 from typing import Any
@@ -29,14 +29,14 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
-from deltic.models.qwen.gpu_linears import Linears
+from deltic.models.qwen.gpu_shards import Exchange, Shard
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.arrays import front
-from deltic.ops.geometry import AttentionWeights, GdnWeights, Routing
-from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
+from deltic.ops.geometry import AttentionWeights, Routing
+from deltic.ops.gpu.all_reduce import all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
 from deltic.ops.gpu.attention_prefill import Axes, attention_prefill, keys_prefill
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, Blocks, PrefillInputs, Rows, StateSlots
@@ -54,39 +54,6 @@ from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.streams import spread
 from deltic.ops.gpu.weight import device_of, to_device
 from deltic.ops.kv_formats import KvPages
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Buffers of a GPU for a model that is cut: for its own shards, and for what it shares with other GPUs,
-    where there are any.
-    """
-
-    sums: Mapping[str, Rank]  # of a decode and of a prefill
-    logits: Mapping[str, Columns]  # the same, and of a guess
-    shard_logits: Tensor  # float32, flat: columns of logits of one shard
-    gpu_logits: Tensor | None  # float32, flat: of all shards that this GPU has, where these are several
-    total: Tensor | None  # float32, flat: sums, where a kernel of its own makes them
-
-    @property
-    def meetings(self) -> list[Rank | Columns]:
-        return [*self.sums.values(), *self.logits.values()]
-
-
-class Shard:
-    """Shard of a model that a GPU has. Mostly it is the only one."""
-
-    def __init__(self, weights: Weights, targets: Targets | None = None) -> None:
-        self.layers = weights.layers
-        are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
-        self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
-        """Number of layers of the same kind in front of each layer: where its memory lies."""
-        self.gdn: dict[int, GdnWeights] = weights.gdn()
-        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], targets)
-
-    @property
-    def n_head_rows(self) -> int:
-        return self.linears.matrices["lm_head"].n
 
 
 def _norms(weights: Weights) -> dict[str, Any]:
@@ -124,6 +91,7 @@ class QwenGpu:
         self.shards = [Shard(*one) for one in zip_longest(weights, targets)]
         self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
+        self.routing = Routing(shape.n_experts_per_tok, shape.norm_topk_prob)
         device = device_of(self.weights.lm_head)
         self.exchange = exchange
         self.experts = experts
@@ -360,16 +328,8 @@ class QwenGpu:
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         name, mixed = f"layers.{i}.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
         made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
-        attention_decode(
-            proj,
-            self.heads,
-            self._attention(layer),
-            rows=rows,
-            cache=self._cache(of, nth, batch.page_table, chosen),
-            scratch=b.attention,
-            max_len=max_len,
-            out=made,
-        )
+        w, cache = self._attention(layer), self._cache(of, nth, batch.page_table, chosen)
+        attention_decode(proj, self.heads, w, rows=rows, cache=cache, scratch=b.attention, max_len=max_len, out=made)
         return shard.linears.partial(name, made.rows, flat, made.codes, who)
 
     def _decode_mlp(self, i: int, normed: Operand, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
@@ -401,17 +361,9 @@ class QwenGpu:
             return shard.linears.partial(down, inner, flat, codes, who)
         assert b.moe is not None
         partial = front(flat, shape.n_experts_per_tok + 1, n, shape.hidden_size)
-        moe_decode(
-            normed.rows,
-            mlp,
-            Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
-            row_slot=row_slot,
-            scratch=replace(
-                b.moe, x8=normed.codes, expert_slots=None if self.experts is None else self.experts.layers[name]
-            ),
-            out=partial,
-            adapters=shard.linears.experts(name, who),
-        )
+        held, adapters = None if self.experts is None else self.experts.layers[name], shard.linears.experts(name, who)
+        scratch = replace(b.moe, x8=normed.codes, expert_slots=held)
+        moe_decode(normed.rows, mlp, self.routing, row_slot=row_slot, scratch=scratch, out=partial, adapters=adapters)
         return partial
 
     # The draft head behind a decode.
@@ -592,16 +544,9 @@ class QwenGpu:
         proj = front(b.proj, t, self.heads.row)
         mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
         shard.linears.project_many(f"layers.{i}.qkv", normed.rows, proj, wide, who)
-        attention_prefill(
-            proj,
-            self.heads,
-            self._attention(layer),
-            blocks=inputs.blocks,
-            cache=self._cache(of, nth, page_table, chosen),
-            query=front(b.query, t, self.heads.n_q, self.heads.dim),
-            out=mixed,
-            axes=axes,
-        )
+        w, cache = self._attention(layer), self._cache(of, nth, page_table, chosen)
+        query = front(b.query, t, self.heads.n_q, self.heads.dim)
+        attention_prefill(proj, self.heads, w, blocks=inputs.blocks, cache=cache, query=query, out=mixed, axes=axes)
         shard.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
         return y[None]
 
@@ -610,24 +555,17 @@ class QwenGpu:
     ) -> Tensor:
         """The same of its experts, or of its one MLP, on the normed rows."""
         shard, shape, t = self.shards[i_shard], self.shape, len(normed.rows)
-        mlp, y, who = shard.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters
+        mlp, y, who, name = shard.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters, f"layers.{i}.mlp."
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
             wide = replace(b.wide, rows=normed.codes)
-            shard.linears.project_many(f"layers.{i}.mlp.gate_up", normed.rows, up, wide, who)
-            shard.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide, who)
+            shard.linears.project_many(f"{name}gate_up", normed.rows, up, wide, who)
+            shard.linears.down_many(f"{name}down", up, inner, y, b.wide, who)
         else:
             assert b.moe is not None
             stage = None if self.experts is None else self.experts.stage(i, is_filled=t >= AHEAD_BLOCKS * BLOCK)
-            moe_prefill(
-                normed.rows,
-                mlp,
-                Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
-                blocks=inputs.blocks,
-                scratch=replace(b.moe, x8=normed.codes, stage=stage),
-                out=y,
-                adapters=shard.linears.experts(f"layers.{i}.mlp.", who),
-            )
+            scratch, adapters = replace(b.moe, x8=normed.codes, stage=stage), shard.linears.experts(name, who)
+            moe_prefill(normed.rows, mlp, self.routing, blocks=inputs.blocks, scratch=scratch, out=y, adapters=adapters)
         return y[None]
 
     def draft_keys_many(

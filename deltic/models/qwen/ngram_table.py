@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from deltic.models.fields import CheckpointError, mending
+from deltic.models.files import read_headers
 from deltic.models.gguf import QUANTISED, is_gguf, open_gguf
 from deltic.models.gguf_blocks import decoded
-from deltic.models.loading import read_headers
 from deltic.models.mapped import DTYPES, Header, MappedFiles
 from deltic.models.qwen.ngrams import NgramShape
 from deltic.ops.arrays import Array, bfloat16, copy

@@ -9,7 +9,6 @@ that read them. Nothing here imports torch: the HTTP process and the planner use
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from deltic.models.fields import (
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document, naming
 from deltic.models.qwen.ngrams import NgramShape, read_ngrams
+from deltic.models.yarn import SCALING_FIELDS, YarnScaling, n_positions, rotary_frequencies, yarn_scaling
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads, IndexHeads
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat
 
@@ -77,19 +77,6 @@ _FAMILY_OF_MODEL_TYPE = {
     "qwen4_exp": "qwen4_exp",
     "qwen4_exp_text": "qwen4_exp",
 }
-_DEFAULT_ROPE_TYPES = ("default", "mrope")
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """Parameters of YaRN context extension (Peng et al. 2023, arXiv:2309.00071)."""
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +178,10 @@ class ModelShape:
             tiled_value_heads=read_flag(text, "tiled_value_heads"),
             conv_width=positive_int(text, "linear_conv_kernel_dim", 4),
             tie_word_embeddings=any([read_flag(fields, "tie_word_embeddings") for fields in (config, text)]),
-            max_position_embeddings=_n_positions(max_positions, yarn),
+            max_position_embeddings=n_positions(max_positions, yarn),
             eos_token_ids=_eos_token_ids(generation_config, text, config),
             **_feed_forward(family, text),
-            **(_flash_next(text) if family == "qwen4_exp" else {}),
+            **(flash_next(text) if family == "qwen4_exp" else {}),
         )
         _check_geometry(shape)
         return shape
@@ -232,11 +219,11 @@ class ModelShape:
         for name, value in rope.items():
             if name in own and value != own[name]:
                 raise UnsupportedModelError(name, value, f"{own[name]}, as the model has it")
-            if name not in _SCALING_FIELDS and name not in own:
-                raise UnsupportedModelError(name, value, f"fields of it are {', '.join(_SCALING_FIELDS)}")
+            if name not in SCALING_FIELDS and name not in own:
+                raise UnsupportedModelError(name, value, f"fields of it are {', '.join(SCALING_FIELDS)}")
         made_for = self.max_position_embeddings if self.yarn is None else self.yarn.original_max_position_embeddings
         yarn = yarn_scaling(rope, made_for)
-        return dataclasses.replace(self, yarn=yarn, max_position_embeddings=_n_positions(made_for, yarn))
+        return dataclasses.replace(self, yarn=yarn, max_position_embeddings=n_positions(made_for, yarn))
 
     @property
     def n_layers(self) -> int:
@@ -397,29 +384,6 @@ class ModelShape:
         return rotary_frequencies(self.rotary_dim, self.rope_theta, self.yarn)
 
 
-def rotary_frequencies(n: int, theta: float, yarn: YarnScaling | None) -> list[float]:
-    """Angles per position of n rotated dims, n/2 float64 values.
-
-    Plain: theta^(-2i/n). YaRN blends that with the same divided by `factor`, along a ramp over i.
-    """
-    plain = [theta ** (-2.0 * i / n) for i in range(n // 2)]
-    if yarn is None:
-        return plain
-
-    def dim_of(n_rotations: float) -> float:
-        window = yarn.original_max_position_embeddings / (n_rotations * 2 * math.pi)
-        return n * math.log(window) / (2 * math.log(theta))
-
-    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, n - 1)
-    if low == high:
-        high += 0.001  # the published form avoids 0/0 in this way
-    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(n // 2)]
-    return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
-
-
 HOW_IT_RUNS = {
     *("shares_experts", "formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype"),
     *("head_rows", "most_drafted", "feature_layers"),
@@ -495,43 +459,6 @@ def _rope_fields(text: Mapping[str, object]) -> dict[str, object]:
     return fields
 
 
-_SCALING_FIELDS = (
-    *("rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
-    *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-)
-
-
-def _n_positions(made_for: int, yarn: YarnScaling | None) -> int:
-    return made_for if yarn is None else max(made_for, int(yarn.factor * yarn.original_max_position_embeddings))
-
-
-def yarn_scaling(rope: Mapping[str, object], max_positions: int) -> YarnScaling | None:
-    """Reads the fields of YaRN; None: positions are not scaled. Raises UnsupportedModelError."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind in _DEFAULT_ROPE_TYPES:
-        return None
-    if kind != "yarn":
-        raise UnsupportedModelError("rope_type", kind, "default or yarn")
-    factor, theta = positive_float(rope, "factor"), positive_float(rope, "rope_theta", 1e6)
-    refuse_limits([("rope_theta", theta, theta > 1.0, "over 1 with YaRN")])
-
-    def attention_scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    default = attention_scale(1.0)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = attention_scale(positive_float(rope, "mscale"))
-        default /= attention_scale(positive_float(rope, "mscale_all_dim"))
-    return YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=positive_int(rope, "original_max_position_embeddings", max_positions),
-        attention_factor=positive_float(rope, "attention_factor", default),
-        beta_fast=positive_float(rope, "beta_fast", 32.0),
-        beta_slow=positive_float(rope, "beta_slow", 1.0),
-        truncate=read_flag(rope, "truncate", True),
-    )
-
-
 def _mrope_section(rope: Mapping[str, Any], rotary_dim: int) -> tuple[int, ...] | None:
     section = rope.get("mrope_section")
     if section is None:
@@ -564,7 +491,7 @@ def _feed_forward(family: str, text: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def _flash_next(text: Mapping[str, object]) -> dict[str, Any]:
+def flash_next(text: Mapping[str, object]) -> dict[str, Any]:
     """The fields of what Qwen3.8-Flash-Next has besides: streams, index, n-grams, the gate."""
     n_streams = positive_int(text, "hc_count", 4)
     names = ("indexer_n_heads", "indexer_head_dim", "indexer_compress_ratio", "indexer_budget")
@@ -639,87 +566,3 @@ def _check_geometry(shape: ModelShape) -> None:
         ("eos_token_id", ends, known, f"ids below {shape.vocab_size}"),
     ]
     refuse_limits(limits)
-
-
-def _published(
-    n_layers: int,
-    hidden_size: int,
-    q_and_kv_heads: tuple[int, int],
-    gdn_n_v_heads: int,
-    *,
-    ffn: int = 0,
-    moe: tuple[int, int, int, int] = (0, 0, 0, 0),
-    tied: bool = False,
-    next_vocab: bool = False,
-) -> ModelShape:
-    """Makes one row of the published table. `moe` is (experts, experts per token, expert width, shared
-    width).
-    """
-    moe_family = "qwen3_next" if next_vocab else "qwen3_5_moe"
-    return ModelShape(
-        family=moe_family if moe[0] else "qwen3_5",
-        vocab_size=151936 if next_vocab else 248320,
-        hidden_size=hidden_size,
-        layer_types=(LINEAR_ATTENTION, LINEAR_ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION) * (n_layers // 4),
-        rms_norm_eps=1e-6,
-        n_q_heads=q_and_kv_heads[0],
-        n_kv_heads=q_and_kv_heads[1],
-        head_dim=256,
-        rotary_dim=64,
-        rope_theta=1e7,
-        mrope_section=None if next_vocab else (11, 11, 10),
-        gdn_n_k_heads=16,
-        gdn_n_v_heads=gdn_n_v_heads,
-        gdn_k_dim=128,
-        gdn_v_dim=128,
-        conv_width=4,
-        intermediate_size=ffn,
-        n_experts=moe[0],
-        n_experts_per_tok=moe[1],
-        moe_intermediate_size=moe[2],
-        shared_intermediate_size=moe[3],
-        tie_word_embeddings=tied,
-        max_position_embeddings=262144,
-        eos_token_ids=(151645, 151643) if next_vocab else (248046, 248044),
-    )
-
-
-_FLASH_NEXT: dict[str, object] = {
-    "vocab_size": 248320,
-    "hidden_size": 2560,
-    "num_hidden_layers": 48,
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 128,
-    "indexer_compress_ratio": 4,
-    "indexer_budget": 2048,
-    "ple_layer_ids": [2],
-    "output_gate_type": "sigmoid",
-    "eos_token_id": 248044,
-}
-"""The fields of its config.json of which its shape is more than the sizes that all models have."""
-
-PUBLISHED: dict[str, ModelShape] = {
-    "qwen3.5-0.8b": _published(24, 1024, (8, 2), 16, ffn=3584, tied=True),
-    "qwen3.5-2b": _published(24, 2048, (8, 2), 16, ffn=6144, tied=True),
-    "qwen3.5-4b": _published(32, 2560, (16, 4), 32, ffn=9216, tied=True),
-    "qwen3.5-9b": _published(32, 4096, (16, 4), 32, ffn=12288),
-    "qwen3.5-27b": _published(64, 5120, (24, 4), 48, ffn=17408),
-    "qwen3.5-35b-a3b": _published(40, 2048, (16, 2), 32, moe=(256, 8, 512, 512)),
-    "qwen3.5-122b-a10b": _published(48, 3072, (32, 2), 64, moe=(256, 8, 1024, 1024)),
-    "qwen3.5-397b-a17b": _published(60, 4096, (32, 2), 64, moe=(512, 10, 1024, 1024)),
-    "qwen3-next-80b-a3b": _published(48, 2048, (16, 2), 32, moe=(512, 10, 512, 512), next_vocab=True),
-}
-PUBLISHED["qwen3.8-flash-next"] = dataclasses.replace(
-    _published(48, 2560, (24, 2), 48, moe=(512, 10, 640, 640)), family="qwen4_exp", **_flash_next(_FLASH_NEXT)
-)
-PUBLISHED["qwen3.6-27b"] = PUBLISHED["qwen3.5-27b"]
-PUBLISHED["qwen3.6-35b-a3b"] = PUBLISHED["qwen3.5-35b-a3b"]
-
-
-def published_shape(name: str) -> ModelShape:
-    """The shape of a published model by name, any case. Raises UnsupportedModelError with the known names."""
-    try:
-        return PUBLISHED[name.lower()]
-    except KeyError:
-        raise UnsupportedModelError("--dummy", name, ", ".join(PUBLISHED)) from None

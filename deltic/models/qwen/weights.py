@@ -18,16 +18,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deltic.models.fields import CheckpointError
+from deltic.models.files import PACKED, check_plan, open_tensors, stored_formats, without_skipped
 from deltic.models.loading import (
     COUNTED,
     COUNTED_ROWS,
     HOST,
-    PACKED,
     Declaration,
     Mlp,
     Parts,
@@ -35,13 +34,9 @@ from deltic.models.loading import (
     Role,
     Store,
     Stored,
-    check_plan,
     copy_parts,
     fill_dummy,
-    open_tensors,
-    stored_formats,
     transposed,
-    without_skipped,
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.ngram_table import NgramTable, check_ngram_table, dummy_ngram_table, ngram_table_of
@@ -50,7 +45,7 @@ from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import Beside, StoredTensor, formats_of, in_ngram_table, one_name
 from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
-from deltic.ops.geometry import GdnWeights
+from deltic.ops.geometry import DeviceArray, GdnWeights
 from deltic.ops.matrix import Layout, Matrix
 
 _FLAT_PREFIX = "model."
@@ -91,7 +86,7 @@ class HyperConnection:
     transformers, models/qwen4_exp.
     """
 
-    norm: Any  # [S*H] f32, zero-centred
+    norm: DeviceArray  # [S*H] f32, zero-centred
     down: Matrix  # [R + S, S*H], or [R, S*H]
     up: Matrix  # [S*H, R]
 
@@ -101,8 +96,8 @@ class Indexer:
     """The index of an attention layer (ops.geometry.IndexHeads). `proj` rows: query heads, then the key."""
 
     proj: Matrix  # [(n_q + 1) * dim, H]
-    q_norm: Any  # [dim] f32, zero-centred
-    k_norm: Any  # [dim] f32, zero-centred
+    q_norm: DeviceArray  # [dim] f32, zero-centred
+    k_norm: DeviceArray  # [dim] f32, zero-centred
 
 
 @dataclass
@@ -112,24 +107,24 @@ class Ngrams:
     """
 
     proj: Matrix  # [S*H + H, E]
-    key_norm: Any  # [S*H] f32, zero-centred
-    query_norm: Any  # [S*H] f32, zero-centred
-    conv_norm: Any  # [S*H] f32, zero-centred
-    conv: Any  # [S*H, conv_width] f32, the last tap meets the current token
+    key_norm: DeviceArray  # [S*H] f32, zero-centred
+    query_norm: DeviceArray  # [S*H] f32, zero-centred
+    conv_norm: DeviceArray  # [S*H] f32, zero-centred
+    conv: DeviceArray  # [S*H, conv_width] f32, the last tap meets the current token
 
 
 @dataclass
 class GdnLayer:
     """A gated DeltaNet layer. `in_proj` rows: q | k | v | z | b | a, heads in order within each."""
 
-    input_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
+    input_norm: DeviceArray  # [H] f32, zero-centred; of several streams a HyperConnection
     in_proj: Matrix  # [2Kd+2Vd+2Hv, H]
-    conv: Any  # [C, conv_width] f32, the last tap meets the current token
-    a_log: Any  # [Hv] f32
-    dt_bias: Any  # [Hv] f32
-    norm: Any  # [dv] f32, plain
+    conv: DeviceArray  # [C, conv_width] f32, the last tap meets the current token
+    a_log: DeviceArray  # [Hv] f32
+    dt_bias: DeviceArray  # [Hv] f32
+    norm: DeviceArray  # [dv] f32, plain
     out_proj: Matrix  # [H, Vd]
-    post_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
+    post_norm: DeviceArray  # [H] f32, zero-centred; of several streams a HyperConnection
     mlp: Mlp | Moe
     ngrams: Ngrams | None = None
 
@@ -138,12 +133,12 @@ class GdnLayer:
 class AttnLayer:
     """A gated attention layer. `qkv` rows: all query heads | all gates | k heads | v heads."""
 
-    input_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
+    input_norm: DeviceArray  # [H] f32, zero-centred; of several streams a HyperConnection
     qkv: Matrix  # [2*nq*d + 2*nk*d, H]
-    q_norm: Any  # [d] f32, zero-centred
-    k_norm: Any  # [d] f32, zero-centred
+    q_norm: DeviceArray  # [d] f32, zero-centred
+    k_norm: DeviceArray  # [d] f32, zero-centred
     o_proj: Matrix  # [H, nq*d]
-    post_norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
+    post_norm: DeviceArray  # [H] f32, zero-centred; of several streams a HyperConnection
     mlp: Mlp | Moe
     indexer: Indexer | None = None
 
@@ -155,11 +150,11 @@ class DraftHead:
     them, in front of what the head reads, normed as one row, and a token has a row of fc for each.
     """
 
-    embedding_norm: Any  # [H] f32, zero-centred, as all of them
-    hidden_norm: Any  # [S*H] f32
+    embedding_norm: DeviceArray  # [H] f32, zero-centred, as all of them
+    hidden_norm: DeviceArray  # [S*H] f32
     fc: Matrix  # [H, 2H]
     layer: AttnLayer
-    norm: Any  # [H] f32; of several streams a HyperConnection
+    norm: DeviceArray  # [H] f32; of several streams a HyperConnection
 
 
 @dataclass
@@ -170,7 +165,7 @@ class Weights(Parts):
     """
 
     embed: Matrix  # [V, H]
-    norm: Any  # [H] f32, zero-centred; of several streams a HyperConnection
+    norm: DeviceArray  # [H] f32, zero-centred; of several streams a HyperConnection
     lm_head: Matrix  # [V, H]
     layers: list[GdnLayer | AttnLayer]
     draft_head: DraftHead | None = None

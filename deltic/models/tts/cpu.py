@@ -13,7 +13,6 @@ checkpoints.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from deltic.ops.cpu.dense import gather, rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, sample
 from deltic.ops.cpu.speech import add_bias, code_rows, keep_rows, talker_rows
-from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionWeights
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionWeights, DeviceArray
 from deltic.ops.kv_formats import KvPages
 
 PAD_ROW = 0
@@ -74,8 +73,8 @@ class SpeechMemory:
     row of a sequence.
     """
 
-    pages: Any
-    past: Any
+    pages: DeviceArray
+    past: DeviceArray
 
 
 @dataclass(frozen=True)

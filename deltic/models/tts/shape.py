@@ -401,30 +401,13 @@ def _check(shape: SpeechShape) -> None:
     refuse_limits(limits)
 
 
-_LANGUAGES = {
-    "chinese": 2055,
-    "english": 2050,
-    "german": 2053,
-    "italian": 2070,
-    "portuguese": 2071,
-    "spanish": 2054,
-    "japanese": 2058,
-    "korean": 2064,
-    "french": 2061,
-    "russian": 2069,
-}
+_LANGUAGES = dict(chinese=2055, english=2050, german=2053, italian=2070, portuguese=2071) | dict(
+    spanish=2054, japanese=2058, korean=2064, french=2061, russian=2069
+)
 _DIALECTS = {"beijing_dialect": 2074, "sichuan_dialect": 2062}
-_SPEAKERS = {
-    "serena": 3066,
-    "vivian": 3065,
-    "uncle_fu": 3010,
-    "ryan": 3061,
-    "aiden": 2861,
-    "ono_anna": 2873,
-    "sohee": 2864,
-    "eric": 2875,
-    "dylan": 2878,
-}
+_SPEAKERS = dict(
+    serena=3066, vivian=3065, uncle_fu=3010, ryan=3061, aiden=2861, ono_anna=2873, sohee=2864, eric=2875, dylan=2878
+)
 
 
 def _published(variant: str, size: str, hidden_size: int) -> SpeechShape:

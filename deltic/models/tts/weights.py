@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from deltic.models.files import check_plan, open_tensors
 from deltic.models.loading import (
     COUNTED,
     HOST,
@@ -24,15 +24,13 @@ from deltic.models.loading import (
     Role,
     Store,
     Stored,
-    check_plan,
     copy_parts,
     fill_dummy,
-    open_tensors,
 )
 from deltic.models.stored import StoredTensor
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.arrays import Array
-from deltic.ops.geometry import N_CODES
+from deltic.ops.geometry import N_CODES, DeviceArray
 from deltic.ops.matrix import Matrix
 
 # models/vocoder/encoder.py reads it. A checkpoint trained from Base may still have it.
@@ -44,19 +42,19 @@ _PREDICTOR = "talker.code_predictor."
 class DecoderLayer:
     """A Qwen3 layer. `qkv` rows: query heads | k heads | v heads."""
 
-    input_norm: Any  # [H] f32, zero-centred
+    input_norm: DeviceArray  # [H] f32, zero-centred
     qkv: Matrix  # [(nq + 2 nk) d, H]
-    q_norm: Any  # [d] f32, zero-centred
-    k_norm: Any  # [d] f32, zero-centred
+    q_norm: DeviceArray  # [d] f32, zero-centred
+    k_norm: DeviceArray  # [d] f32, zero-centred
     o_proj: Matrix  # [H, nq d]
-    post_norm: Any  # [H] f32, zero-centred
+    post_norm: DeviceArray  # [H] f32, zero-centred
     mlp: Mlp
 
 
 @dataclass
 class Decoder(Parts):
     layers: list[DecoderLayer]
-    norm: Any  # [H] f32, zero-centred
+    norm: DeviceArray  # [H] f32, zero-centred
 
 
 @dataclass
@@ -64,18 +62,18 @@ class Projection:
     """x W^T + bias."""
 
     weight: Matrix  # [out, in]
-    bias: Any  # [out] f32
+    bias: DeviceArray  # [out] f32
 
 
 @dataclass
 class SpeechWeights(Parts):
     """h: the talker's width, p: the predictor's, th: the text table's; C codes of a codebook."""
 
-    text_table: Any  # bf16 [text vocabulary, th]
+    text_table: DeviceArray  # bf16 [text vocabulary, th]
     text_fc1: Projection  # [th, th]
     text_fc2: Projection  # [h, th]
-    codec_table: Any  # bf16 [talker's vocabulary, h]
-    code_tables: list[Any]  # 15 of bf16 [C, h]: of codes 1 to 15
+    codec_table: DeviceArray  # bf16 [talker's vocabulary, h]
+    code_tables: list[DeviceArray]  # 15 of bf16 [C, h]: of codes 1 to 15
     talker: Decoder
     head: Matrix  # [C + 1, h]: the codes, then end of speech
     predictor: Decoder

@@ -84,13 +84,9 @@ class VisionShape:
         sizes = PUBLISHED_SIZES.get(re.sub(r"^qwen3\.[568]-", "", name.lower()))
         if sizes is None:
             return None
-        depth, hidden, n_heads, intermediate = sizes
+        depth, size, n_heads, inner = sizes
         return cls(
-            depth=depth,
-            hidden_size=hidden,
-            n_heads=n_heads,
-            intermediate_size=intermediate,
-            out_hidden_size=out_hidden_size,
+            depth=depth, hidden_size=size, n_heads=n_heads, intermediate_size=inner, out_hidden_size=out_hidden_size
         )
 
     @property

@@ -11,32 +11,21 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deltic.models.fields import CheckpointError, read_json
+from deltic.models.files import check_plan, open_part
 from deltic.models.gguf import is_gguf, open_gguf, tower_beside
 from deltic.models.gguf_config import naming, vision_config
 from deltic.models.gguf_tensors import tower_tensors
-from deltic.models.loading import (
-    COUNTED,
-    COUNTED_ROWS,
-    HOST,
-    Declaration,
-    Parts,
-    Store,
-    Stored,
-    check_plan,
-    copy_parts,
-    fill_dummy,
-    open_part,
-)
+from deltic.models.loading import COUNTED, COUNTED_ROWS, HOST, Declaration, Parts, Store, Stored, copy_parts, fill_dummy
 from deltic.models.stored import Derived, StoredTensor, formats_of
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import CHANNELS, FRAMES_A_PATCH, PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised
+from deltic.ops.geometry import DeviceArray
 from deltic.ops.matrix import Matrix
 
 PREFIXES = ("model.visual.", "visual.")
@@ -48,15 +37,15 @@ class Linear:
     """y = x W^T + bias."""
 
     weight: Matrix  # [N, K]
-    bias: Any  # [N] f32
+    bias: DeviceArray  # [N] f32
 
 
 @dataclass
 class Norm:
     """A LayerNorm."""
 
-    weight: Any  # [h] f32
-    bias: Any  # [h] f32
+    weight: DeviceArray  # [h] f32
+    bias: DeviceArray  # [h] f32
 
 
 @dataclass
@@ -76,7 +65,7 @@ class VisionWeights(Parts):
     """A tower."""
 
     patch: Linear  # [h, PATCH_WIDTH]
-    positions: Any  # [side * side, h] bf16
+    positions: DeviceArray  # [side * side, h] bf16
     blocks: list[VisionBlock]
     norm: Norm
     merge1: Linear  # [4h, 4h]

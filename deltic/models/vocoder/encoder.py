@@ -29,7 +29,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError, positive_float, positive_int, read_json
-from deltic.models.loading import read_headers
+from deltic.models.files import read_headers
 from deltic.models.mapped import MappedFiles
 from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, SAMPLE_RATE
 from deltic.ops.geometry import N_CODES

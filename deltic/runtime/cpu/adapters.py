@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltic.models.qwen.adapters import EMBEDDING, Adapter
-from deltic.models.qwen.cpu import AdapterBuffers
+from deltic.models.qwen.cpu_buffers import AdapterBuffers
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.lora import put_terms, terms_bytes
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from deltic.engine.pictures import row_ids
 from deltic.engine.step import Chunk, Sequence, Step
-from deltic.models.qwen.cpu import AdapterBuffers, Angles, ForwardInputs
+from deltic.models.qwen.cpu import Angles
+from deltic.models.qwen.cpu_buffers import AdapterBuffers, ForwardInputs
 from deltic.models.qwen.ngrams import NgramShape
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.rotary import PromptPositions

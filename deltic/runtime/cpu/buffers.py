@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from deltic.engine.cache.cache import pages_for
-from deltic.models.qwen.cpu import Activations, AdapterBuffers, allocate_activations, allocate_adapters
+from deltic.models.qwen.cpu_buffers import Activations, AdapterBuffers, allocate_activations, allocate_adapters
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
 from deltic.models.vision.cpu import TOKEN, VisionBuffers, allocate_vision
 from deltic.ops.arrays import Array, bfloat16, zeros
@@ -87,8 +87,9 @@ class Workspace:
 
 def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
     """The step's buffers; used to count them as well as to have them."""
-    shape = plan.shape
-    n_windows = plan.max_num_seqs if plan.n_draft_rows else 1
+    shape, n_tokens, n_seqs, n_rows = plan.shape, plan.n_batch_tokens, plan.max_num_seqs, plan.max_logit_rows
+    n_drafts = PAGE_SIZE if plan.n_draft_rows else 0
+    n_windows = n_seqs if n_drafts else 1
     windows = n_windows, shape.n_gdn_layers, plan.n_sequence_rows
     vision = rows = None
     if plan.tower is not None:
@@ -98,32 +99,14 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
         rows = allocate("pictures", size, bfloat16)
     adapters = adapter_memory = None
     if (room := plan.adapters).n:
-        n_tokens, n_rows = plan.n_batch_tokens, plan.max_logit_rows
         adapters = allocate_adapters(shape, n_tokens, n_rows, room.n, room.rank, allocate)
         adapter_memory = allocate("adapters", (room.n_bytes,), np.uint8)
+    drawn = DrawnIds(shape.vocab_size, plan.n_real, shape.eos_token_ids)
     return Workspace(
-        Batch(
-            shape,
-            plan.n_batch_tokens,
-            plan.max_num_seqs,
-            pages_for(plan.max_model_len),
-            plan.max_logit_rows,
-            allocate,
-            adapters,
-        ),
-        Sampler(
-            plan.max_num_seqs,
-            plan.max_model_len,
-            plan.max_logit_rows,
-            DrawnIds(plan.shape.vocab_size, plan.n_real, plan.shape.eos_token_ids),
-            plan.n_threads,
-            allocate,
-            n_drafts=PAGE_SIZE if plan.n_draft_rows else 0,
-        ),
-        allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, allocate),
-        DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, allocate)
-        if shape.has_draft_head
-        else None,
+        Batch(shape, n_tokens, n_seqs, pages_for(plan.max_model_len), n_rows, allocate, adapters),
+        Sampler(n_seqs, plan.max_model_len, n_rows, drawn, plan.n_threads, allocate, n_drafts=n_drafts),
+        allocate_activations(shape, n_tokens, n_rows, allocate),
+        DraftHead(shape, n_tokens, n_seqs, plan.n_real, allocate) if shape.has_draft_head else None,
         BlockDrafter(plan, allocate) if plan.drafter is not None else None,
         vision,
         rows,
@@ -149,16 +132,9 @@ class SpeechWorkspace:
 def build_speech_workspace(plan: SpeechPlan, allocate: Allocate) -> SpeechWorkspace:
     """The step's buffers; used to count them as well as to have them."""
     shape, n = plan.shape, plan.max_num_seqs
+    drawn = DrawnIds(shape.n_drawn, shape.n_drawn, (shape.end_id,))
     return SpeechWorkspace(
         SpeechBatch(shape, plan.n_rows, n, pages_for(plan.max_model_len), plan.n_threads, allocate),
-        Sampler(
-            n,
-            plan.max_model_len,
-            n,
-            DrawnIds(shape.n_drawn, shape.n_drawn, (shape.end_id,)),
-            plan.n_threads,
-            allocate,
-            penalises_prompt=False,
-        ),
+        Sampler(n, plan.max_model_len, n, drawn, plan.n_threads, allocate, penalises_prompt=False),
         allocate_speech(shape, plan.n_rows, n, plan.max_model_len, allocate),
     )

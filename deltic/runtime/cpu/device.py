@@ -13,7 +13,8 @@ from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import free_memory_bytes
 from deltic.models.dflash.weights import DrafterWeights
-from deltic.models.loading import PACKED, Host, OnDisk, Store
+from deltic.models.files import PACKED
+from deltic.models.loading import Host, OnDisk, Store
 from deltic.models.packed import check_rounded, map_packed, map_parts, through_cache
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.cpu import check_kernels

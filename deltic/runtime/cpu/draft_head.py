@@ -22,7 +22,8 @@ import numpy as np
 
 from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Chunk, Sequence, Step
-from deltic.models.qwen.cpu import Activations, Angles, Memory, Qwen, RowInputs, allocate_drafts
+from deltic.models.qwen.cpu import Angles, Qwen
+from deltic.models.qwen.cpu_buffers import Activations, Memory, RowInputs, allocate_drafts
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.index import GROUP
@@ -214,14 +215,8 @@ class DraftHead:
         """
         n = len(left)
         if n < self._counts[0]:
-            kept = (
-                *self._rows.values(),
-                *self._seqs.values(),
-                self._guessed,
-                self._shifts,
-                self.buffers.hidden.view(np.uint16),
-            )
-            for each in kept:
+            hidden = self.buffers.hidden.view(np.uint16)
+            for each in (*self._rows.values(), *self._seqs.values(), self._guessed, self._shifts, hidden):
                 each[:n] = each[left]
             self._count(n, n)
         self._rows["token_ids"][:n] = self._guessed[:n]

@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import ExpertStats, ReplayStats, Request, SamplingParams
+from deltic.engine.events import ExpertStats, ReplayStats
+from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import ExpertStats, ReplayStats, Request, SamplingParams
+from deltic.engine.events import ExpertStats, ReplayStats
+from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.dflash.cpu import DFlash
 from deltic.models.dflash.weights import DrafterWeights
-from deltic.models.qwen.cpu import Memory, Qwen
+from deltic.models.qwen.cpu import Qwen
+from deltic.models.qwen.cpu_buffers import Memory
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules

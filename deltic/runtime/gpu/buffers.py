@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.dflash.gpu import GpuDrafterBuffers, drafter_buffers, matrix_sizes
-from deltic.models.qwen.gpu import Exchange
 from deltic.models.qwen.gpu_adapters import AdapterBuffers, adapter_buffers
 from deltic.models.qwen.gpu_buffers import (
     DecodeBuffers,
@@ -22,6 +21,7 @@ from deltic.models.qwen.gpu_buffers import (
     head_buffers,
     prefill_buffers,
 )
+from deltic.models.qwen.gpu_shards import Exchange
 from deltic.models.qwen.shard import Cuts
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
 from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers

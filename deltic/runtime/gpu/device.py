@@ -21,7 +21,8 @@ from deltic.models.dflash.gpu import check_drafter_gpu
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.fields import CheckpointError, UnsupportedModelError, at_most, multiple, one_of, refuse_limits
-from deltic.models.loading import COUNTED_ROWS, PACKED, Store
+from deltic.models.files import PACKED
+from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
 from deltic.models.qwen.gpu_experts import outside_experts, slot_bytes

@@ -25,7 +25,8 @@ import torch
 
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.engine import LoadedAdapters
-from deltic.engine.messages import ExpertStats, Picture
+from deltic.engine.events import ExpertStats
+from deltic.engine.messages import Picture
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
 from deltic.models.qwen.weights import Weights

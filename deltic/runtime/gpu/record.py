@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from deltic.engine.messages import ReplayStats
+from deltic.engine.events import ReplayStats
 from deltic.ops.gpu.launch import bound_levers, launches
 
 Body = Callable[[], object]

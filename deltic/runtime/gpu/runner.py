@@ -39,7 +39,8 @@ from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.engine import LoadedAdapters
-from deltic.engine.messages import EngineInfo, ExpertStats, ReplayStats
+from deltic.engine.events import ExpertStats, ReplayStats
+from deltic.engine.messages import EngineInfo
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.models.qwen.gpu_experts import OutsideExperts

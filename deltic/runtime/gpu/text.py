@@ -22,10 +22,11 @@ from deltic.engine.messages import TokenLogprob
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.dflash.gpu import DFlashGpu
 from deltic.models.dflash.weights import DrafterWeights
-from deltic.models.qwen.gpu import Exchange, QwenGpu
+from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
 from deltic.models.qwen.gpu_experts import outside_experts
+from deltic.models.qwen.gpu_shards import Exchange
 from deltic.models.qwen.gpu_streams import NGRAM_RING
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules

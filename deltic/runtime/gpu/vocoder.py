@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.engine.messages import ReplayStats
+from deltic.engine.events import ReplayStats
 from deltic.models.vocoder.gpu import (
     ChunkBuffers,
     VocoderGpu,

@@ -30,7 +30,8 @@ from deltic.server.chat.request import Chat, Effort, context_limit
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET
-from deltic.server.on_demand import Offered, lets_change
+from deltic.server.offered import Offered
+from deltic.server.on_demand import lets_change
 from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import SHUTTING_DOWN, Server, Service
 from deltic.server.transport import EncodedArray, LargeResponse, json_response

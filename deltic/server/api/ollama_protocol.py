@@ -20,7 +20,7 @@ from deltic.server.chat import messages
 from deltic.server.chat import request as chats
 from deltic.server.chat.picture_parts import Sent
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.on_demand import duration
+from deltic.server.offered import duration
 from deltic.text import SamplingDefaults
 
 API_VERSION = "0.13.0"

@@ -25,7 +25,8 @@ from deltic.server.api.ollama import LINES
 from deltic.server.downloads import fetched
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
-from deltic.server.on_demand import CACHE, OnDemand, lets_change
+from deltic.server.offered import CACHE
+from deltic.server.on_demand import OnDemand, lets_change
 from deltic.server.preparation import parsed
 from deltic.server.service import Service
 from deltic.server.transport import json_response

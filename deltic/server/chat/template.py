@@ -24,6 +24,7 @@ import msgspec
 from deltic.config import ConfigError, nearest
 from deltic.engine.messages import Picture
 from deltic.json_types import JsonObject
+from deltic.models.gguf_config import read_settings
 from deltic.server.chat.constraint import NotInline, in_event_loop
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.messages import AssistantMessage, TemplateMessage, settled, template_messages
@@ -32,7 +33,7 @@ from deltic.server.chat.picture_parts import Pictures, check_room, expanded, not
 from deltic.server.chat.request import SWITCHES, Chat, Effort
 from deltic.server.chat.videos import Clip
 from deltic.server.errors import ApiError, PromptTooLong, bad_request, naming
-from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
+from deltic.text import TRUSTED, Tokenizer, TokenizerError
 
 CUT = "\udcfe"
 """Put at the end of a message that the answer continues; the rendered text is cut there.
@@ -232,8 +233,8 @@ class ChatTemplate:
 
     @classmethod
     def _read(cls, directory: Path, tokenizer: Tokenizer, override: Path | None) -> ChatTemplate | None:
-        """Raises TokenizerError."""
-        settings = read_json(directory / "tokenizer_config.json")
+        """Raises TokenizerError, CheckpointError."""
+        settings = read_settings(directory / "tokenizer_config.json")
         variables = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = settings.get(name)
@@ -246,7 +247,7 @@ class ChatTemplate:
                 return cls({"default": path.read_text(encoding="utf-8")}, tokenizer, variables)
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
-        shipped = settings.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
+        shipped = settings.get("chat_template") or read_settings(directory / "chat_template.json").get("chat_template")
         if isinstance(shipped, str):
             return cls({"default": shipped}, tokenizer, variables)
         if isinstance(shipped, list):

@@ -20,14 +20,8 @@ from numpy.typing import NDArray
 from deltic.server.isolated import Refused, answer, ask
 
 RATE = 24_000
-MEDIA_TYPES = {
-    "wav": "audio/wav",
-    "pcm": "audio/pcm",
-    "flac": "audio/flac",
-    "mp3": "audio/mpeg",
-    "opus": "audio/ogg",
-    "aac": "audio/aac",
-}
+MEDIA_TYPES = {form: f"audio/{form}" for form in ("wav", "pcm", "flac", "mp3", "opus", "aac")}
+MEDIA_TYPES |= {"mp3": "audio/mpeg", "opus": "audio/ogg"}
 _FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 STREAMED_FILES = ("mp3", "opus")
 """Formats that are whole files at any length."""

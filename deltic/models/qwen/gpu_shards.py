@@ -1,0 +1,47 @@
+"""Shards of a model on a GPU, and the buffers over which those of several GPUs meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltic.models.qwen.gpu_adapters import Targets
+from deltic.models.qwen.gpu_linears import Linears
+from deltic.models.qwen.weights import GdnLayer, Weights
+from deltic.ops.geometry import GdnWeights
+from deltic.ops.gpu.all_reduce import Columns, Rank
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Buffers of a GPU for a model that is cut: for its own shards, and for what it shares with other GPUs,
+    where there are any.
+    """
+
+    sums: Mapping[str, Rank]  # of a decode and of a prefill
+    logits: Mapping[str, Columns]  # the same, and of a guess
+    shard_logits: Tensor  # float32, flat: columns of logits of one shard
+    gpu_logits: Tensor | None  # float32, flat: of all shards that this GPU has, where these are several
+    total: Tensor | None  # float32, flat: sums, where a kernel of its own makes them
+
+    @property
+    def meetings(self) -> list[Rank | Columns]:
+        return [*self.sums.values(), *self.logits.values()]
+
+
+class Shard:
+    """Shard of a model that a GPU has. Mostly it is the only one."""
+
+    def __init__(self, weights: Weights, targets: Targets | None = None) -> None:
+        self.layers = weights.layers
+        are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
+        self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
+        """Number of layers of the same kind in front of each layer: where its memory lies."""
+        self.gdn: dict[int, GdnWeights] = weights.gdn()
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], targets)
+
+    @property
+    def n_head_rows(self) -> int:
+        return self.linears.matrices["lm_head"].n
