@@ -207,17 +207,16 @@ def decodes_and_prefills(found: list[Run], *again: str) -> str:
     return "\n\n".join((grid(header, rows), text, source(found, *again)))
 
 
-def drafts(runs: Runs) -> str:
-    """Milliseconds a token with drafts, beside those without."""
-    again = [
-        f"python -m bench.gpu.drafts --dummy {model} --accept 0,0.75 --output 256 --n {sizes}"
-        for model, sizes in (
-            ("qwen3.5-27b", "1,8,16,64"),
-            ("qwen3.5-27b --format fp8", "1,16"),
-            ("qwen3.5-35b-a3b", "1,8,16,64"),
-        )
-    ]
-    names = [f"gpu-accept-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
+def drafts(runs: Runs, *, of_blocks: bool = False) -> str:
+    """Milliseconds a token with drafts, beside those without. of_blocks: of a block drafter."""
+    first, last = "python -m bench.gpu.drafts --dummy ", "--accept 0,0.75 --output 256 --n "
+    models = [("27b", "1,8,16,64"), ("27b --format fp8", "1,16"), ("35b-a3b", "1,8,16,64")]
+    if of_blocks:
+        last = "--format fp8 --draft-model HEAD --max-drafts 15 --accept 0,0.8 --output 160 --rounds 3 --n "
+        models = [("27b", "1,8,32"), ("35b-a3b", "1")]
+    again = [f"{first}qwen3.5-{model} {last}{sizes}" for model, sizes in models]
+    kept, head = ("gpu-accept-block", "block drafter") if of_blocks else ("gpu-accept", "draft head")
+    names = [f"{kept}-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
     found = [run for name in names for run in runs.newest(name, gpu=True)]
     if not found:
         return missing(*again)
@@ -234,7 +233,7 @@ def drafts(runs: Runs) -> str:
         "tokens it guesses. Guesses that are free stand for those of text that repeats, which no model makes."
     )
     header = [
-        *("model", "N", "right", "ms a token", "with the draft head, times as fast", "tokens a step"),
+        *("model", "N", "right", "ms a token", f"with the {head}, times as fast", "tokens a step"),
         *("guesses free, times as fast", "tokens a step"),
     ]
     return "\n\n".join((grid(header, rows), text, source(found, *again)))

@@ -466,6 +466,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "gpu": gpu_tables.decodes,
     "gpu-formats": gpu_tables.formats,
     "gpu-drafts": gpu_tables.drafts,
+    "gpu-blocks": lambda runs: gpu_tables.drafts(runs, of_blocks=True),
     "gpu-parallel": gpu_tables.parallel,
     "gpu-invariant": gpu_tables.invariant,
     "gpu-sums": gpu_tables.sums,

@@ -162,9 +162,9 @@ class EngineConfig:
     )
     max_drafts: int | None = knob(
         None,
-        "most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft head (MTP), a "
-        "grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: 8; 0 on "
-        "a GPU, and for a model of less than 64 MiB)",
+        "most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft head (MTP) or a "
+        "block drafter, a grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: "
+        "8, of a block drafter its block at most; without one 0 on a GPU, and for a model of less than 64 MiB)",
         metavar="TOKENS",
         kind="text",
         least=0,
@@ -173,7 +173,8 @@ class EngineConfig:
     draft_model: str | None = knob(
         None,
         "guess several tokens at once with this block drafter (DFlash, DFlash 2 or DSpark), in place of the draft head (MTP); "
-        "answers stay the same, to the bit (default: the folder draft_model in the model's directory, if there is one)",
+        "answers stay the same, to the bit (default: the folder draft_model in the model's directory, if there is one, on a GPU if "
+        "--max-drafts asks for drafts)",
         metavar="MODEL",
         kind="text",
     )

@@ -13,6 +13,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -86,7 +87,10 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
             rows.append(row | {"plain_ms": plain[n]})
     title = f"{name} on {runner.info.device}: drafts of up to {max_drafts} tokens, right as often as planted"
     Console(width=120).print(_table(title, rows))
-    write_result("gpu-accept", name, runner.info.device, arguments.out, max_drafts=max_drafts, rows=rows)
+    drafter = None if config.draft_model is None else Path(config.draft_model).name
+    kept = "gpu-accept" if drafter is None else "gpu-accept-block"
+    what = {"max_drafts": max_drafts, "draft_model": drafter}
+    write_result(kept, name, runner.info.device, arguments.out, **what, rows=rows)
     return 0
 
 

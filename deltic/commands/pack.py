@@ -32,5 +32,5 @@ def pack(arguments: argparse.Namespace, config: EngineConfig) -> str:
         )
     for notice in notices:
         print(notice, file=sys.stderr)
-    n_bytes = sum(file.stat().st_size for file in target.iterdir())
+    n_bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     return f"{target}: {n_bytes / 1e6:,.0f} MB, {formats}; deltic serve {target}"

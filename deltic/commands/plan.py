@@ -52,20 +52,30 @@ ROWS_PER_S = 12.5
 def report(config: EngineConfig, format: str | None = None) -> str:
     """The output of `deltic plan`: the memory plan, what fits in it, and the speed that the roofs allow.
 
-    Of a name on the hub only what the files say of themselves is read. It is for the device that would serve;
+    Of names on the hub only what the files say of themselves is read. It is for the device that would serve;
     or, with --device cuda where there is no GPU, for one with --memory-gb of memory. format: of random
     weights, see `settle`. Raises ConfigError or another ValueError when the model cannot be served with these
     settings.
     """
-    if config.dummy is not None or not is_hub_name(config.model):
-        return _report(config, format=format)
-    wanted = wanted_of(config.model, ALL_FILES, config.revision, config.download_dir)
+    said = dict[str, str]()
+
+    def sketched(name: str, revision: str | None = None, has_tokenizer: bool = True) -> Path:
+        wanted = wanted_of(name, ALL_FILES, revision, config.download_dir)
+        said["models--" + wanted.name.partition(":")[0].replace("/", "--")] = wanted.name
+        return outline(wanted, Path(folder), has_tokenizer=has_tokenizer)
+
     with tempfile.TemporaryDirectory(prefix="deltic-plan-") as folder:
+        planned, has_vocabulary = config, True
         try:
-            path = outline(wanted, Path(folder), has_tokenizer=config.tokenizer is not None)
-            return _report(dataclasses.replace(config, model=str(path), revision=None), has_vocabulary=is_gguf(path))
+            if config.draft_model is not None and is_hub_name(config.draft_model):
+                planned = dataclasses.replace(planned, draft_model=str(sketched(config.draft_model)))
+            if config.dummy is None and is_hub_name(config.model):
+                path = sketched(config.model, config.revision, config.tokenizer is not None)
+                planned, has_vocabulary = dataclasses.replace(planned, model=str(path), revision=None), is_gguf(path)
+            return _report(planned, has_vocabulary, format)
         except (CheckpointError, ConfigError) as error:
-            raise type(error)(re.sub(rf"{re.escape(folder)}/[^/]*/snapshots/\w*", wanted.name, str(error))) from error
+            places = rf"{re.escape(folder)}/([^/]*)/snapshots/\w*"
+            raise type(error)(re.sub(places, lambda found: said[found[1]], str(error))) from error
 
 
 def _check_text(config: EngineConfig, has_vocabulary: bool) -> None:

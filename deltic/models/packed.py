@@ -30,11 +30,14 @@ import numpy as np
 
 from deltic.config import ENV_PREFIX, ConfigError, EngineConfig
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
-from deltic.models.checkpoint import locate, model_name, speaks
+from deltic.models.checkpoint import ALL_FILES, locate, model_name, resolve_model, speaks
+from deltic.models.dflash.shape import DRAFT_MODEL, DrafterShape, is_drafter
+from deltic.models.embedder import MODULES
 from deltic.models.fields import CheckpointError
 from deltic.models.files import PACKED, Skipped, checkpoint_files, read_headers
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
+from deltic.models.joint_head import CONFIG
 from deltic.models.loading import Host, OnDisk, Parts, Progress, shares_text
 from deltic.models.mapped import Header, MappedFiles, map_at_random, read_header
 from deltic.models.qwen.shape import ModelShape
@@ -182,13 +185,8 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
             "--weights-cache"
         )
     source, shape = locate(config)
-    if (source / PACKED).exists():
-        raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
-    if shape.ngrams is not None and is_gguf(source):
-        raise ConfigError(
-            f"{source}: its table of n-grams stays in its files, and these are of GGUF; give a checkpoint in safetensors, or "
-            "serve this one as it is"
-        )
+    _refuse_others(source, shape)
+    drafter = _drafter_of(config, source, shape)
     shape = stored_shape(source, shape, drafts=True)
     quantize, rest = resolve_quantize(config, source, shape.formats)
     config = dataclasses.replace(config, quantize=quantize, quantize_rest=rest)
@@ -214,6 +212,10 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
         if not is_gguf(source):
             _copy_tensors(source, target / TOWER, lambda name: name.startswith(UNUSED["vision"]))
             _copy_tensors(source, target / TABLE, in_ngram_table)
+        if drafter is not None:
+            (target / DRAFT_MODEL).mkdir()
+            for file in (*drafter.glob("*.json"), *drafter.glob("*.safetensors")):
+                shutil.copyfile(file, target / DRAFT_MODEL / file.name)
         file = target / PACKED
         save_packed(
             weights, file, config.rounded, notices, lambda done, total: progress("writing", done / total), shape.formats
@@ -224,6 +226,36 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
             raise ConfigError(f"--out {target}: cannot be written ({error})") from error
         raise
     return shares_text(weights.formats()) if shape.formats else config.quantize or "bfloat16", notices
+
+
+def _refuse_others(source: Path, shape: ModelShape) -> None:
+    """Raises ConfigError for a checkpoint of which more than the packed weights would be needed."""
+    if (source / PACKED).exists():
+        raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
+    for name in (MODULES, CONFIG):
+        if (source / name).is_file():
+            raise ConfigError(
+                f"{source}: what its {name} says is not packed; serve it as it is: `deltic serve` can keep packed weights with "
+                "--weights-cache"
+            )
+    if shape.ngrams is not None and is_gguf(source):
+        raise ConfigError(
+            f"{source}: its table of n-grams stays in its files, and these are of GGUF; give a checkpoint in safetensors, or "
+            "serve this one as it is"
+        )
+
+
+def _drafter_of(config: EngineConfig, source: Path, shape: ModelShape) -> Path | None:
+    """The directory of the block drafter that is copied beside packed weights: the one that is asked for, or
+    the model's own; None: it has none. Raises CheckpointError, UnsupportedModelError.
+    """
+    place = source / DRAFT_MODEL
+    if config.draft_model is not None:
+        place = resolve_model(config.draft_model, ALL_FILES, None, config.download_dir)
+    elif not is_drafter(place):
+        return None
+    DrafterShape.from_directory(place).check_target(shape)
+    return place
 
 
 def _matrices(shape: ModelShape, quantize: str | None) -> list[Matrix]:

@@ -22,7 +22,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import ALL_FILES, locate, locate_speech, model_name, n_real_ids, resolve_model, speaks
-from deltic.models.dflash.shape import is_drafter
+from deltic.models.dflash.shape import DRAFT_MODEL, is_drafter
 from deltic.models.dflash.weights import stored_drafter
 from deltic.models.embedder import embedder_in
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
     from deltic.runtime.gpu.compile import Kernels
     from deltic.runtime.gpu.device import Gpu
 
-
-DRAFT_MODEL = "draft_model"
-"""The folder of a model that may hold its block drafter."""
 
 NO_PACKAGES = "there is an NVIDIA GPU, and torch or Triton is missing: pip install 'deltic[gpu]' to use it"
 

@@ -180,6 +180,16 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
     assert asked == [0, 3] and found["rows"] == [rows[0] | {"plain_ms": [20.0, 20.0]}]
+    rows[0] |= {"head_ms": [8.0], "head_tokens_a_step": 2.5}
+    config = EngineConfig(dummy="qwen3.5-27b", max_drafts=3, draft_model="heads/dflash-27b")
+    assert drafts.bench(arguments, config) == 0
+    (file,) = out.glob("gpu-accept-block-qwen3.5-27b-*.json")
+    found = json.loads(file.read_text())
+    assert found["draft_model"] == "dflash-27b"
+    found["code"]["modified"] = False  # where this test runs the tree may have changes
+    file.write_text(json.dumps(found))
+    made = gpu_tables.drafts(Runs(tmp_path), of_blocks=True)
+    assert "with the block drafter" in made and "| qwen3.5-27b | 1 | 0.8 | 20.0 | 8.00, 2.50 | 2.50 |" in made
 
 
 def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

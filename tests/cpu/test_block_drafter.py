@@ -210,6 +210,18 @@ def test_nothing_is_computed_behind_the_end_of_a_block(monkeypatch: pytest.Monke
     assert n_rows == n_alone == sum(min(8, len(guesses) + 1) for guesses in alone)
 
 
+def test_a_block_ends_where_no_candidate_may_be_drawn(tmp_path: Path) -> None:
+    write_drafter(tmp_path, "dflash2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dflash_config"]["selector_top_k"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = build(draft_model=str(tmp_path))
+    all_guesses = [run(runner, sequence(prompt(9, seed=i)), 9, 4) for i in range(12)]
+    seed, guesses = next((i, found) for i, found in enumerate(all_guesses) if found[1] != found[0])
+    barred = sequence(prompt(9, seed=seed), batch_slot=1, stop_token_ids=(guesses[1],), min_tokens=50)
+    assert run(runner, barred, 9, 4) == guesses[:1]
+
+
 def test_what_draws_a_token_draws_a_guess() -> None:
     """Biases, penalties and bans; and seeds."""
     biased: dict[str, Any] = {"logit_bias": {7: 50.0}, "frequency_penalty": 2.0}

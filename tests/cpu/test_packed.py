@@ -30,7 +30,9 @@ from deltic.runtime.build import build_runner, plan_of, settle
 from deltic.runtime.cpu import device as cpu_device
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
+from tests.heads import run, sequence
 from tests.tiny import tiny_checkpoint
+from tests.tiny_drafter import tiny_drafter
 
 FORMATS = (None, "int8", "int4", "int4-symmetric")
 
@@ -330,6 +332,44 @@ def test_pack_keeps_everything_but_the_weights(kind: str, tmp_path: Path) -> Non
     assert {file.name for file in target.iterdir()} == kept | {PACKED}
     weights, shape = loaded(source)
     assert_same(map_packed(target / PACKED, shape, 1)[0], weights)
+
+
+def test_pack_brings_the_block_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the setting, or of the model's directory; what is served of it is what is served of the checkpoint."""
+    source = tmp_path / "source"
+    shutil.copytree(tiny_checkpoint("dense"), source)
+    drafter, settings = tiny_drafter("dflash"), {"max_drafts": 4, "max_model_len": 512, "threads": 2}
+    monkeypatch.setenv("DELTIC_DRAFT_MODEL", str(drafter))
+    assert main(["pack", str(source), "--out", str(tmp_path / "a")]) == 0
+    monkeypatch.delenv("DELTIC_DRAFT_MODEL")
+    shutil.copytree(drafter, source / "draft_model")
+    assert main(["pack", str(source), "--out", str(tmp_path / "b"), "--quantize", "int8"]) == 0
+    for name, quantize in (("a", None), ("b", "int8")):
+        runners = [
+            build_runner(EngineConfig(model=str(path), quantize=quantize, **settings), lambda stage, done: None, Cpu())
+            for path in (source, tmp_path / name)
+        ]
+        (of, of_packed), guesses = (runner.plan.drafter_bytes for runner in runners), list[list[int]]()
+        assert of == of_packed > 0
+        for runner in runners:
+            guesses.append(run(runner, sequence(list(range(20))), 20, 4))
+        assert guesses[0] == guesses[1] != []
+    config = json.loads((source / "draft_model" / "config.json").read_text()) | {"hidden_size": 512}
+    (source / "draft_model" / "config.json").write_text(json.dumps(config))
+    (other := tmp_path / "other").mkdir()
+    for name in ("modules.json", "joint_head_config.json"):
+        shutil.copytree(tiny_checkpoint("dense"), other / name)
+        (other / name / name).write_text("[]")
+    capsys.readouterr()
+    for path, said in (
+        (source, "draft model: hidden_size"),
+        (other / "modules.json", "what its modules.json says is not packed"),
+        (other / "joint_head_config.json", "what its joint_head_config.json says is not packed"),
+    ):
+        assert main(["pack", str(path), "--out", str(tmp_path / "c")]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
 
 
 def test_pack_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -40,6 +40,7 @@ from deltic.runtime.model import TextModel
 from tests.fake_hub import Long, hub_with
 from tests.planned import settled
 from tests.tiny import tiny_checkpoint
+from tests.tiny_drafter import tiny_drafter
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 from tests.tiny_speech import tiny_speech
@@ -451,6 +452,22 @@ def test_a_plan_from_the_hub_is_that_of_the_directory(
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         found = fit.report(EngineConfig(model="owner/model", **settings))
     assert found.split("\n", 1)[1] == fit.report(EngineConfig(model=str(path), **settings)).split("\n", 1)[1]
+
+
+def test_a_block_drafter_on_the_hub_is_planned_without_it(
+    own_hub: Path, monkeypatch: pytest.MonkeyPatch, without_gpu: None
+) -> None:
+    monkeypatch.setattr(fit, "_roofs", lambda *_: (1e10, 1e12))
+    path = tiny_drafter("dflash")
+    settings = {"model": str(tiny_checkpoint("dense")), "max_drafts": 4, "memory_gb": 2.0, "threads": 2}
+    with hub_with({file.name: file.read_bytes() for file in path.iterdir()}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        found = fit.report(EngineConfig(draft_model="owner/model", **settings))
+        assert not list(own_hub.rglob("*.safetensors")), "nothing stays"
+        hub.files |= {"config.json": b"{}"}
+        with pytest.raises(ValueError, match="a block drafter: DFlashDraftModel"):
+            fit.report(EngineConfig(draft_model="owner/model", **settings))
+    assert found == fit.report(EngineConfig(draft_model=str(path), **settings))
 
 
 @pytest.mark.parametrize("spoil", ["names", "missing", "template", "tokenizer", "defaults"])

@@ -68,7 +68,7 @@ def allocate_drafter(
     f32, h, heads = np.float32, shape.hidden_size, shape.heads
     t, q_size, inner = max(n_tokens, n_rows), heads.n_q * heads.dim, shape.intermediate_size
     widest = max(len(shape.target_layer_ids) * h, q_size, inner, shape.markov_rank)
-    n_kernels = 2 * shape.conv_taps * (h // shape.conv_group) if shape.conv_taps else 0
+    n_kernels = shape.n_conv_kernels
 
     def buffer(name: str, size: tuple[int, ...], dtype: object = bfloat16) -> Array:
         return np.asarray(allocate(f"drafter {name}", size, dtype))

@@ -41,8 +41,12 @@ _ARCHITECTURES = {
     "DSparkSpeculator": "dspark",
     "Qwen3DSparkModel": "dspark",
 }
+DRAFT_MODEL = "draft_model"
+"""The folder of a model that may hold its block drafter."""
 MAX_BLOCK = 32
 """Rows of a block, at most: no published one has more than 16."""
+LEAST_CHANCE = 0.25
+"""Chance of a guess, as the drafter sees it, below which its block ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +193,16 @@ class DrafterShape:
     def most_guesses(self) -> int:
         """Tokens that one block guesses, at most."""
         return self.block_size - (not self.guesses_at_anchor)
+
+    @property
+    def is_walked(self) -> bool:
+        """True if a guess depends on the one before it in its block."""
+        return self.selector_rank > 0 or self.markov_rank > 0 or self.has_confidence
+
+    @property
+    def n_conv_kernels(self) -> int:
+        """Values that a row has of its own for the convolutions around a mixer or feed-forward."""
+        return 2 * self.conv_taps * (self.hidden_size // self.conv_group) if self.conv_taps else 0
 
     @property
     def heads(self) -> AttentionHeads:

@@ -15,6 +15,8 @@ from deltic.ops.cpu.program import Program
 
 MAX_CANDIDATES = 64
 """The most `top_k` of a selector."""
+RULED_OUT = -1e29
+"""Scores below it are of ids that are no candidates."""
 
 
 def keep_features(program: Program, x: Array, out: Array, first: int, n_rows: Array) -> None:

@@ -8,6 +8,7 @@ Guesses come from one forward of all blocks, then token by token from the left, 
 model's own token will come by: the same parameters, seed and position. Where a block would reach beyond the
 pages that its sequence has, it is shorter; nothing is guessed for a token that begins a page which is not
 there yet. DSpark says how likely each guess is right: a block ends before the first that is not worth a row.
+With the selector of DFlash 2 it ends where none of the candidates may be drawn.
 """
 
 from __future__ import annotations
@@ -21,18 +22,16 @@ import numpy as np
 from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Sequence, Step
 from deltic.models.dflash.cpu import BlockInputs, DFlash, allocate_drafter
+from deltic.models.dflash.shape import LEAST_CHANCE
 from deltic.models.qwen.cpu import Qwen
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.attention import AttentionInputs
-from deltic.ops.cpu.draft import BlockRows
+from deltic.ops.cpu.draft import RULED_OUT, BlockRows
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Draws, Sampler
 from deltic.runtime.plan import TextPlan
-
-LEAST_CHANCE = 0.25
-"""Chance of a guess, as the drafter sees it, below which its block ends."""
 
 
 @dataclass(eq=False)
@@ -175,9 +174,10 @@ class BlockDrafter:
             else:
                 self._sampler.go_on(self._draws, asked)
             self._next.run()
-            chances = self.buffers.chance[:n].tolist() if self.shape.has_confidence else [1.0] * n
-            for (block, _), token, chance in zip(alive, self._guessed[:n].tolist(), chances, strict=True):
-                if token < 0 or chance < LEAST_CHANCE:
+            guessed, chances = self._guessed[:n], self.buffers.chance[:n] if self.shape.has_confidence else np.ones(n)
+            is_over = (chances < LEAST_CHANCE) | (self.buffers.scores[np.arange(n), guessed] < RULED_OUT)
+            for (block, _), token, ends in zip(alive, guessed.tolist(), is_over.tolist(), strict=True):
+                if token < 0 or ends:
                     block.n_wanted = i
                 else:
                     block.tokens.append(token)
