@@ -110,6 +110,14 @@ FAULTS = [
         "tests/cpu/test_ops.py tests/cpu/test_purity.py",
     ),
     Fault(
+        "likeliest-of-equals",
+        "wrong candidate",
+        "deltic/csrc/draft.cpp",
+        "!(values[i] > c[k - 1].value)",
+        "!(values[i] >= c[k - 1].value)",
+        "tests/cpu/test_draft_ops.py tests/cpu/test_block_drafter.py",
+    ),
+    Fault(
         "tied-experts",
         "wrong expert",
         "deltic/csrc/moe.cpp",
@@ -197,6 +205,22 @@ FAULTS = [
         "mask_row = tl.where(mask_row < 0, mask_row, mask_row + tl.load(p_ahead + i))",
         "mask_row = tl.maximum(mask_row, -1)",
         "tests/gpu/test_gpu_sample.py tests/gpu/test_gpu_drafts.py",
+    ),
+    Fault(
+        "tap-of-another-block",
+        "missing mask",
+        "deltic/ops/gpu/block.py",
+        "b_here = b_mask & (nth >= tap)",
+        "b_here = b_mask & (i_row >= tap)",
+        "tests/gpu/test_gpu_block.py",
+    ),
+    Fault(
+        "behind-the-mask",
+        "wrong token before a guess",
+        "deltic/ops/gpu/block.py",
+        "before = tl.where(is_first, token, guess)",
+        "before = tl.where(is_now, tl.load(p_token + i - BESIDE, mask=is_now, other=-1), -1)",
+        "tests/gpu/test_gpu_block.py",
     ),
     Fault(
         "least-of-second-half",

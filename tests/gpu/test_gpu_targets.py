@@ -82,6 +82,15 @@ WITH_ADAPTERS = {
 }
 WITH_ADAPTERS |= {"silu_lines_kernel", "prefill_silu_kernel", "gate_up_kernel", "prefill_gate_up_kernel"}
 """The same where rows may have adapters, of a mixture."""
+OF_BLOCKS = {
+    "_begin_block_kernel",
+    "_block_attention_kernel",
+    "_merge_kernel",
+    "_block_conv_kernel",
+    "_scale_rows_kernel",
+}
+OF_BLOCKS |= {"_bound_kernel", "_candidates_kernel", "_rule_out_kernel", "_next_guess_kernel", "_add_scores_kernel"}
+"""Those of block drafters, of two kinds."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 128
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product. Triton 3.9 leaves 72 of
@@ -190,11 +199,14 @@ def test_what_a_chip_has() -> None:
 
 
 @cache
-def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapters: bool = False) -> Any:
-    """A tiny model, or a published shape with all the memory it may want."""
+def _plan(
+    model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapters: bool = False, drafter: str = ""
+) -> Any:
+    """A tiny model, perhaps with a block drafter of this kind, or a published shape with all the memory it may want."""
     from deltic.config import EngineConfig
     from deltic.runtime.gpu.device import Gpu
     from tests.tiny import tiny_checkpoint
+    from tests.tiny_drafter import tiny_drafter
     from tests.tiny_speech import tiny_speech
 
     if model.startswith("qwen"):
@@ -213,6 +225,8 @@ def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapt
         if model != "custom_voice":
             config = replace(config, n_checkpoints=2, max_drafts=max_drafts)
             config = replace(config, max_picture_tokens=128 if has_pictures else 0)
+    if drafter:
+        config = replace(config, draft_model=str(tiny_drafter(drafter)))
     if has_adapters:
         config = replace(config, allow_lora_loading=True, max_loras=4, lora_gb=0.01)
     return settled(config, Gpu(), free_bytes)[1]
@@ -225,11 +239,12 @@ def _jobs(
     has_pictures: bool = False,
     kv_dtype: str = "bf16",
     has_adapters: bool = False,
+    drafter: str = "",
 ) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.runtime.gpu.collect import collect
 
-    plan = _plan(model, max_drafts, has_pictures, has_adapters)
+    plan = _plan(model, max_drafts, has_pictures, has_adapters, drafter)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=dummy_formats(plan.shape, format)))
     plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
@@ -328,6 +343,10 @@ def _compile(name: str) -> list[Compiled]:
     of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
     assert {job.name for job in of_adapters} == WITH_ADAPTERS
     jobs += of_adapters if IS_FULL else {job.name: job for job in of_adapters}.values()
+    of_blocks = [job for kind in ("dflash2", "dspark") for job in _jobs("dense", max_drafts=4, drafter=kind)]
+    of_blocks = [job for job in dict.fromkeys(of_blocks) if job.module.endswith(".block")]
+    assert {job.name for job in of_blocks} == OF_BLOCKS
+    jobs += of_blocks
     of_ranks = _sums_of_ranks(chip_of(name).is_nvidia)
     assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel", "_all_gather_kernel"}
     jobs += of_ranks

@@ -1,8 +1,8 @@
 """A block drafter on a GPU: the forward of models/dflash/cpu.py, over a decode's buffers and its own.
 
 Keys and values of a step's tokens are part of the step: of a decode's rows, whether they count or not, and of
-a prefill's blocks. A block's rows are rows of a decode without drafts, but that they see each other. Spec:
-tests/reference/dflash.py.
+a prefill's blocks. A block's rows are rows of a decode without drafts, but that they see each other. Where a
+guess depends on the one before, each row's is drawn from scores of its own. Spec: tests/reference/dflash.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltic.models.dflash.shape import DrafterShape
-from deltic.models.dflash.weights import DrafterLayer, DrafterWeights
-from deltic.models.fields import UnsupportedModelError, refuse_limits
+from deltic.models.dflash.shape import LEAST_CHANCE, DrafterShape
+from deltic.models.dflash.weights import BlockConv, DrafterLayer, DrafterWeights
+from deltic.models.fields import refuse_limits
 from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_linears import Linears
@@ -24,7 +24,22 @@ from deltic.ops.arrays import front
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_decode import keys_decode
 from deltic.ops.gpu.attention_prefill import keys_prefill
-from deltic.ops.gpu.block import BlockScratch, GuessBlocks, Sight, block_attention, block_scratch
+from deltic.ops.gpu.block import (
+    BlockScratch,
+    Chance,
+    GuessBlocks,
+    LikeliestIds,
+    PairScores,
+    Sight,
+    add_scores,
+    block_attention,
+    block_conv,
+    block_scratch,
+    bound_scores,
+    candidates,
+    next_guess,
+    scale_rows,
+)
 from deltic.ops.gpu.blocks import BLOCK, PrefillInputs, Rows
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.launch import copy_rows
@@ -37,19 +52,6 @@ from deltic.ops.matrix import Matrix
 
 def check_drafter_gpu(shape: DrafterShape) -> None:
     """Raises UnsupportedModelError for a drafter that the kernels do not run."""
-    for name, value in (
-        ("selector_rank", shape.selector_rank),
-        ("markov_rank", shape.markov_rank),
-        ("enable_confidence_head", int(shape.has_confidence)),
-        ("final_logit_softcapping", shape.softcap),
-    ):
-        if value:
-            raise UnsupportedModelError(
-                f"draft model: {name}", value, "0 on a GPU, which runs DFlash; give --device cpu"
-            )
-    for name, factor in (("embedding_scale", shape.embedding_scale), ("output_multiplier", shape.output_multiplier)):
-        if factor != 1.0:
-            raise UnsupportedModelError(f"draft model: {name}", factor, "1.0 on a GPU; give --device cpu")
     group, dim = shape.n_q_heads // shape.n_kv_heads, shape.head_dim
     refuse_limits(
         (
@@ -74,6 +76,12 @@ class GpuDrafterBuffers:
     attention: BlockScratch
     fp8: Fp8Rows | None  # what is multiplied with e4m3
     keys: Tensor  # bfloat16: keys and values of a prefill's tokens
+    convolved: Tensor  # bfloat16: rows as a mixer or feed-forward reads them
+    kernels: Tensor  # float32: partial sums of the convolutions' own coefficients
+    candidates: LikeliestIds | None  # of the selector
+    projected: Tensor  # float32: partial sums of what it reads of a row
+    embedded: Tensor  # bfloat16: what the Markov term reads of the tokens before
+    scores: Tensor  # float32: that term
 
 
 def matrix_sizes(shape: DrafterShape) -> list[tuple[int, int]]:
@@ -93,6 +101,7 @@ def drafter_buffers(
     q_size, inner = heads.n_q * heads.dim, shape.intermediate_size
     wide = max(k_splits(m, h) * m for m in (heads.row, _of_keys(heads).row))
     n_partials = max(k_splits(h, k) for m, k in matrix_sizes(shape) if m == h)
+    n_kernels, rank = shape.n_conv_kernels, shape.selector_rank
     widest = max(k for _, k in matrix_sizes(shape))
     return GpuDrafterBuffers(
         rows=rows,
@@ -103,6 +112,12 @@ def drafter_buffers(
         attention=block_scratch(heads, n, allocate),
         fp8=fp8_rows("drafter e4m3 rows", n, widest, allocate) if "e4m3" in codes else None,
         keys=allocate("drafter prefill keys", (n_tokens * (_of_keys(heads).row if not codes else heads.row),), bf16),
+        convolved=allocate("drafter convolved", (n * h if n_kernels else 0,), bf16),
+        kernels=allocate("drafter kernels", (n * n_kernels * k_splits(n_kernels, h),), f32),
+        candidates=candidates(n, shape.vocab_size, shape.selector_top_k, allocate) if rank else None,
+        projected=allocate("drafter projected", (n * rank * k_splits(rank, h),), f32),
+        embedded=allocate("drafter embedded", (n * shape.markov_rank,), bf16),
+        scores=allocate("drafter scores", (n * shape.vocab_size if shape.markov_rank else 0,), f32),
     )
 
 
@@ -163,32 +178,95 @@ class DFlashGpu:
             self.linears.project_many(f"keys.{i}", normed, proj, b.wide)
             keys_prefill(proj, heads, weights, blocks=inputs.blocks, cache=cache)
 
-    def block(self, n: int, table: Tensor, b: DecodeBuffers, g: GpuDrafterBuffers, pages: Tensor) -> Tensor:
-        """Logits of n rows of blocks, float32 [n, V], where those of the step stood. table: by batch slot."""
+    def block(
+        self, n: int, table: Tensor, b: DecodeBuffers, g: GpuDrafterBuffers, pages: Tensor, n_real: int
+    ) -> Tensor:
+        """Logits of n rows of blocks, float32 [n, V], where those of the step stood. table: by batch slot.
+        n_real: ids that may be drawn.
+        """
         shape, model, linears, rows = self.shape, self._model, self.linears, g.rows.front(n)
         h, eps, inner = shape.hidden_size, shape.rms_norm_eps, front(g.inner, n, shape.intermediate_size)
         residual, normed = front(b.residual, n, h), front(b.normed, n, h)
         mixed, gate_up = front(g.mixed, n, self.heads.n_q * self.heads.dim), front(g.proj, 1, n, 2 * inner.shape[1])
         embed(rows.token, model.weights.embed, residual)
+        if shape.embedding_scale != 1.0:
+            scale_rows(residual, shape.embedding_scale)
         partial: Tensor | None = None
         for i, weights, cache in self._layers(pages, table):
             layer: DrafterLayer = self.weights.layers[i]
             add_norm(residual, partial, layer.input_norm, eps, normed)
-            proj = linears.partial(f"layers.{i}.qkv", normed, g.proj, g.fp8)
+            name = f"layers.{i}."
+            x = self._convolved(f"{name}attn_conv", layer.attn_conv, normed, rows, g)
+            proj = linears.partial(f"{name}qkv", x, g.proj, g.fp8)
             keys_decode(proj, self.heads, weights, rows=rows.rows, cache=cache)
             sight = Sight(rows.rows.position if shape.are_causal[i] else rows.end, shape.windows[i])
             block_attention(
                 proj, self.heads, weights, rows=rows.rows, sight=sight, cache=cache, scratch=g.attention, out=mixed
             )
-            partial = linears.partial(f"layers.{i}.o_proj", mixed, g.partial, g.fp8)
+            partial = linears.partial(f"{name}o_proj", mixed, g.partial, g.fp8)
+            partial = self._added(layer.attn_conv, partial, residual, rows, g)
             add_norm(residual, partial, layer.post_norm, eps, normed)
-            name = f"layers.{i}.mlp."
-            codes = linears.swiglu(f"{name}gate_up", normed, inner, gate_up, g.fp8, None, f"{name}down")
-            partial = linears.partial(f"{name}down", inner, g.partial, codes)
+            x = self._convolved(f"{name}mlp_conv", layer.mlp_conv, normed, rows, g)
+            codes = linears.swiglu(f"{name}mlp.gate_up", x, inner, gate_up, g.fp8, None, f"{name}mlp.down")
+            partial = linears.partial(f"{name}mlp.down", inner, g.partial, codes)
+            partial = self._added(layer.mlp_conv, partial, residual, rows, g)
         add_norm(residual, partial, self.weights.norm, eps, normed)
         logits = front(b.logits, 1, n, shape.vocab_size)
         model.linears.project("lm_head", normed, logits, b.fp8)
+        chosen = None if g.candidates is None else g.candidates.front(n)
+        bound_scores(logits[0], n_real, shape.output_multiplier, shape.softcap, chosen)
+        if chosen is not None:
+            linears.partial("selector.projection", normed, g.projected, g.fp8)
         return logits[0]
+
+    def next_guess(self, n: int, b: DecodeBuffers, g: GpuDrafterBuffers, guesses: Tensor, n_real: int) -> Tensor:
+        """Scores of the next guess of each block, float32 [n, V], where the logits of `block` stood, whose
+        other buffers are as it left them. guesses: int32, of all rows, what was drawn so far. Of g.rows.draws
+        the rows that guess now draw.
+        """
+        shape, w, rows = self.shape, self.weights, g.rows.front(n)
+        normed, logits = front(b.normed, n, shape.hidden_size), front(b.logits, 1, n, shape.vocab_size)[0]
+        before: Tensor | None = None
+        embedded = pairs = chance = None
+        if w.selector is not None and g.candidates is not None:
+            before, rank = w.selector.predecessor, shape.selector_rank
+            projected = front(g.projected, k_splits(rank, shape.hidden_size), n, rank)
+            pairs = PairScores(w.selector.successor, projected, g.candidates.front(n))
+        if w.markov is not None:
+            before, embedded = w.markov.before, front(g.embedded, n, shape.markov_rank)
+        if w.confidence is not None:
+            chance = Chance(normed, w.confidence.weight, w.confidence.bias, LEAST_CHANCE)
+        at_anchor = shape.guesses_at_anchor
+        next_guess(rows, guesses, logits, before, embedded, pairs, chance, guesses_at_anchor=at_anchor)
+        if embedded is not None:
+            scores = front(g.scores, 1, n, shape.vocab_size)
+            self.linears.project("markov.after", embedded, scores, g.fp8)
+            add_scores(scores[0], rows.draws, logits, n_real)
+        return logits
+
+    def _convolved(
+        self, name: str, conv: BlockConv | None, x: Tensor, rows: GuessBlocks, g: GpuDrafterBuffers
+    ) -> Tensor:
+        """x as a mixer or feed-forward reads it."""
+        if conv is None:
+            return x
+        out = front(g.convolved, *x.shape)
+        own = self.linears.partial(f"{name}.projection", x, g.kernels, g.fp8)
+        block_conv(x, conv.base, own, self.shape.conv_group, nth=rows.nth, out=out)
+        return out
+
+    def _added(
+        self, conv: BlockConv | None, partial: Tensor, residual: Tensor, rows: GuessBlocks, g: GpuDrafterBuffers
+    ) -> Tensor | None:
+        """The part of what a mixer or feed-forward gives that is still to be added to the residual stream:
+        all of it, or nothing, where it is convolved with the kernels that `_convolved` left.
+        """
+        if conv is None:
+            return partial
+        n, n_kernels = rows.nth.shape[0], self.shape.n_conv_kernels
+        own = front(g.kernels, k_splits(n_kernels, self.shape.hidden_size), n, n_kernels)
+        block_conv(partial, conv.base, own, self.shape.conv_group, nth=rows.nth, out=residual)
+        return None
 
 
 def _is_bf16(matrix: Matrix) -> bool:

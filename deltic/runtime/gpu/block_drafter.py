@@ -6,16 +6,18 @@ in the pages beside those of the model's layers. A rejected draft's are overwrit
 its place, as the model's are.
 
 Blocks run behind the draws of a decode: one recording, by the number of their rows, of the forward and the
-draws of all guesses. The host says before the step which rows follow which sequence; what a block begins
-with, the device finds (ops/gpu/block.py). A guess is drawn as the model's own token will be, with the same
-parameters, seed and position, but without a mask. Penalties do not see what stands in front of it in its
-block.
+draws of all guesses. Where a guess depends on the one before, another draws the next of each block, and is
+replayed as often as guesses are wanted. The host says before the step which rows follow which sequence; what
+a block begins with, the device finds (ops/gpu/block.py). A guess is drawn as the model's own token will be,
+with the same parameters, seed and position, but without a mask. Where all are drawn at once, penalties do not
+see what stands in front of one in its block.
 """
 
 from __future__ import annotations
 
 import torch
 
+from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.dflash.gpu import DFlashGpu, GpuDrafterBuffers
 from deltic.ops.geometry import PAGE_SIZE, Allocate
@@ -55,13 +57,15 @@ class GpuBlockDrafter:
         # Nothing runs ahead behind guesses: what was sent is read before more is.
         self._host = torch.empty((2, self._n_rows), dtype=torch.int32, pin_memory=is_gpu)
         self._watch = Watch(is_gpu)
-        self._blocks: dict[Sequence, tuple[int, int, int]] = {}
-        """First row, guesses and room of each block that was asked for."""
+        self._blocks: dict[Sequence, tuple[int, int]] = {}
+        """First row and guesses of each block that was asked for."""
 
     def add_bodies(self) -> None:
         """Adds what is to be recorded for each number of rows."""
         for n in reversed(self._recordings.row_sizes):
             self._recordings.add("block", n, self._block_body(n))
+            if self._drafter.shape.is_walked:
+                self._recordings.add("next guess", n, self._next_body(n))
 
     def _block_body(self, n: int) -> Body:
         w, g, shape = self._workspace, self._guesses, self._drafter.shape
@@ -70,8 +74,18 @@ class GpuBlockDrafter:
         def body() -> None:
             mask, at_anchor = shape.mask_token_id, shape.guesses_at_anchor
             begin_block(w.decode.rows, drawn, rows, mask, guesses_at_anchor=at_anchor)
-            logits = self._drafter.block(n, w.batch_slots.page_table, w.decode, g.head, self.pages)
-            sample(logits, self._n_ids, rows.draws, g.parameters, w.sample, g.out)
+            logits = self._drafter.block(n, w.batch_slots.page_table, w.decode, g.head, self.pages, self._n_ids)
+            if not shape.is_walked:
+                sample(logits, self._n_ids, rows.draws, g.parameters, w.sample, g.out)
+
+        return body
+
+    def _next_body(self, n: int) -> Body:
+        w, g = self._workspace, self._guesses
+
+        def body() -> None:
+            logits = self._drafter.next_guess(n, w.decode, g.head, g.out.token, self._n_ids)
+            sample(logits, self._n_ids, g.head.rows.front(n).draws, g.parameters, w.sample, g.out)
 
         return body
 
@@ -88,17 +102,20 @@ class GpuBlockDrafter:
 
     def ask(self, chunks: list[Chunk], wanted: dict[Sequence, int], batch_slots: BatchSlots) -> None:
         """Says which blocks follow a decode of these chunks, before it is started: of each sequence as many
-        guesses as are wanted, as far as a block goes and there are rows.
+        guesses as are wanted, as far as a block, its pages and its answer go and there are rows.
         """
         self._blocks.clear()
         rows: list[tuple[int, int, int, int]] = []
         first = 0
         for chunk in chunks:
-            n = min(wanted.get(chunk.sequence, 0), self._drafter.shape.most_guesses)
+            of, params = chunk.sequence, chunk.sequence.request.params
+            n = min(wanted.get(of, 0), self._drafter.shape.most_guesses, n_guessable(of, 1, self._n_beside))
             n = min(n, self._n_rows - len(rows) - self._n_beside)
             if n > 0:
-                room = len(chunk.sequence.pages) * PAGE_SIZE
-                self._blocks[chunk.sequence] = len(rows), n, room
+                # A token is drawn behind the last guess.
+                room = of.n_prompt + params.max_tokens - 2 + self._n_beside
+                room = min(room, len(of.pages) * PAGE_SIZE)
+                self._blocks[of] = len(rows), n
                 length = n + self._n_beside
                 rows += [(first, i, length, room) for i in range(length)]
             first += chunk.length
@@ -113,8 +130,11 @@ class GpuBlockDrafter:
         if not self._blocks:
             return None
         self._watch.begin()
-        n_block_rows = max(first + n_guesses for first, n_guesses, _ in self._blocks.values()) + self._n_beside
-        self._recordings.of("block", self._recordings.size(n_block_rows)).run()
+        n_block_rows = self._recordings.size(max(map(sum, self._blocks.values())) + self._n_beside)
+        self._recordings.of("block", n_block_rows).run()
+        if self._drafter.shape.is_walked:
+            for _ in range(max(n_guesses for _, n_guesses in self._blocks.values())):
+                self._recordings.of("next guess", n_block_rows).run()
         tokens, guesses = self._host[0, :n], self._host[1]
         tokens.copy_(self._workspace.out["decode"].token[:n], non_blocking=True)
         guesses.copy_(self._guesses.out.token, non_blocking=True)
@@ -132,10 +152,10 @@ class GpuBlockDrafter:
         for draw, tokens in zip(step.draws, drawn, strict=True):
             pending, guessed = results[draw.sequence], list[int]()
             if pending.guesses is not None and draw.sequence in self._blocks and tokens[0] >= 0:
-                first, n, room = self._blocks[draw.sequence]
-                n = min(n, room - (len(draw.sequence.tokens) + len(tokens) - 1) - self._n_beside)
-                guessed = pending.guesses[first + self._n_beside :][: max(0, n)].tolist()
-                if -1 in guessed:  # nothing can be drawn
+                first, n = self._blocks[draw.sequence]
+                n = min(n, n_guessable(draw.sequence, len(tokens), self._n_beside))
+                guessed = pending.guesses[first + self._n_beside :][:n].tolist()
+                if -1 in guessed:  # nothing can be drawn, or it is not worth a row
                     guessed = guessed[: guessed.index(-1)]
                 seconds = self._watch.seconds()
             guesses.append(guessed)
