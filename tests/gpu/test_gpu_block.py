@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from deltic.ops.gpu.block import (
     bound_scores,
     candidates,
     guess_blocks,
+    keys_of_layers,
     next_guess,
     scale_rows,
 )
@@ -95,6 +97,23 @@ def test_blocks_against_the_oracle(device: str, sees: tuple[bool, int]) -> None:
     for batch_slot, found in enumerate(together):
         torch.testing.assert_close(found.float(), expected(case, sees, batch_slot), **TOLERANCE)
     assert torch.equal(blocks(case, device, sees, [2]).view(torch.int16)[0], together.view(torch.int16)[2])
+
+
+def test_keys_of_layers_are_those_of_each(device: str) -> None:
+    """Bit for bit, with another norm in each; a row that is idle writes nothing."""
+    case = make(device, HEADS, 32, [3, 130, 59, 64])
+    slots = [i32(device, *x) for x in ((0, 1, 2, 3), (0, 1, 2, -1), (3, 130, 59, 64))]
+    rows, proj = Rows(*slots), torch.randn(2, 4, 3 * HEADS.row, device=device)
+    norms = torch.stack([case.weights.k_norm * factor for factor in (1.0, 2.0, -0.5)])
+    pages = torch.stack([case.pages] * 3, 1).contiguous()
+    weights = replace(case.weights, k_norm=norms)
+    keys_of_layers(proj, HEADS, weights, rows=rows, cache=KvPages(pages, table=case.table))
+    assert not torch.equal(pages[:, 0], case.pages)
+    for i, norm in enumerate(norms):
+        alone, of_layer = case.pages.clone(), proj[:, :, i * HEADS.row : (i + 1) * HEADS.row]
+        own = replace(case.weights, k_norm=norm)
+        keys_decode(of_layer, HEADS, own, rows=rows, cache=KvPages(alone, table=case.table))
+        assert torch.equal(pages[:, i].contiguous().view(torch.int16), alone.view(torch.int16)), i
 
 
 @pytest.mark.parametrize("width", [96, 1024])

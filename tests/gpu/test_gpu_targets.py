@@ -89,7 +89,14 @@ OF_BLOCKS = {
     "_block_conv_kernel",
     "_scale_rows_kernel",
 }
-OF_BLOCKS |= {"_bound_kernel", "_candidates_kernel", "_rule_out_kernel", "_next_guess_kernel", "_add_scores_kernel"}
+OF_BLOCKS |= {
+    "_keys_of_layers_kernel",
+    "_bound_kernel",
+    "_candidates_kernel",
+    "_rule_out_kernel",
+    "_next_guess_kernel",
+    "_add_scores_kernel",
+}
 """Those of block drafters, of two kinds."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 128

@@ -37,12 +37,12 @@ from deltic.ops.gpu.block import (
     block_scratch,
     bound_scores,
     candidates,
+    keys_of_layers,
     next_guess,
     scale_rows,
 )
 from deltic.ops.gpu.blocks import BLOCK, PrefillInputs, Rows
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
-from deltic.ops.gpu.launch import copy_rows
 from deltic.ops.gpu.linear import k_splits
 from deltic.ops.gpu.norm import add_norm, embed
 from deltic.ops.gpu.weight import device_of, to_device
@@ -99,7 +99,8 @@ def drafter_buffers(
     """
     n, h, heads, f32, bf16 = len(rows.first), shape.hidden_size, shape.heads, torch.float32, torch.bfloat16
     q_size, inner = heads.n_q * heads.dim, shape.intermediate_size
-    wide = max(k_splits(m, h) * m for m in (heads.row, _of_keys(heads).row))
+    keys = shape.n_layers * (heads.row if codes else _of_keys(heads).row)
+    wide = max(k_splits(m, h) * m for m in (heads.row, shape.n_layers * _of_keys(heads).row, keys))
     n_partials = max(k_splits(h, k) for m, k in matrix_sizes(shape) if m == h)
     n_kernels, rank = shape.n_conv_kernels, shape.selector_rank
     widest = max(k for _, k in matrix_sizes(shape))
@@ -134,11 +135,14 @@ class DFlashGpu:
         self.shape, self.weights, self.heads = shape, weights, shape.heads
         self._model = model
         n_q = self.heads.n_q * self.heads.dim
-        self._key_heads = [
-            _of_keys(self.heads) if _is_bf16(layer.qkv) else self.heads for layer in weights.layers
-        ]  # rows of other formats are in several planes, of which none is a part
-        keys = [layer.qkv.rows(n_q, layer.qkv.n) if _is_bf16(layer.qkv) else layer.qkv for layer in weights.layers]
-        own = ((f"keys.{i}", matrix) for i, matrix in enumerate(keys))
+        # Rows of other formats are in several planes, of which none is a part.
+        is_plain = all(_is_bf16(layer.qkv) for layer in weights.layers)
+        self._key_heads = _of_keys(self.heads) if is_plain else self.heads
+        keys = [layer.qkv.rows(n_q, layer.qkv.n) if is_plain else layer.qkv for layer in weights.layers]
+        segments = tuple(segment for matrix in keys for segment in matrix.segments)
+        joined = Matrix(sum(matrix.n for matrix in keys), shape.hidden_size, segments)
+        own = (("keys", joined), *((f"keys.{i}", matrix) for i, matrix in enumerate(keys)))
+        self._k_norms = torch.stack([layer.k_norm for layer in weights.layers])
         self.linears = Linears([*weights.named_parts(), *own])
         angles = rotary_tables(shape.inv_freq(), model.max_len + PAGE_SIZE, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device_of(weights.fc)) for table in angles)
@@ -154,14 +158,14 @@ class DFlashGpu:
         """
         assert b.features is not None
         n, w, h, eps = len(rows.position), self.weights, self.shape.hidden_size, self.shape.rms_norm_eps
-        residual, normed = front(b.residual, n, h), front(b.normed, n, h)
-        partial = self.linears.partial("fc", front(b.features, n, w.fc.k), g.partial, g.fp8)
-        copy_rows(partial[0], residual)
-        add_norm(residual, partial[1:] if len(partial) > 1 else None, w.hidden_norm, eps, normed)
-        of_text = replace(rows, angle_shift=None, drafts=None)
-        for i, weights, cache in self._layers(pages, table):
-            proj = self.linears.partial(f"keys.{i}", normed, g.proj, g.fp8)
-            keys_decode(proj, self._key_heads[i], weights, rows=of_text, cache=cache)
+        partial, normed = (
+            self.linears.partial("fc", front(b.features, n, w.fc.k), g.partial, g.fp8),
+            front(b.normed, n, h),
+        )
+        add_norm(partial[0], partial[1:] if len(partial) > 1 else None, w.hidden_norm, eps, normed)
+        proj = self.linears.partial("keys", normed, g.proj, g.fp8)
+        weights = AttentionWeights(self._k_norms, self._k_norms, eps, self.cos, self.sin)
+        keys_of_layers(proj, self._key_heads, weights, rows=rows, cache=KvPages(pages, table=table))
 
     def keys_many(
         self, n_blocks: int, inputs: PrefillInputs, b: PrefillBuffers, g: GpuDrafterBuffers, pages: Tensor
@@ -173,7 +177,7 @@ class DFlashGpu:
         self.linears.project_many("fc", front(b.features, t, w.fc.k), residual, b.wide)
         add_norm(residual, None, w.hidden_norm, self.shape.rms_norm_eps, normed)
         for i, weights, cache in self._layers(pages):
-            heads = self._key_heads[i]
+            heads = self._key_heads
             proj = front(g.keys, t, heads.row)
             self.linears.project_many(f"keys.{i}", normed, proj, b.wide)
             keys_prefill(proj, heads, weights, blocks=inputs.blocks, cache=cache)

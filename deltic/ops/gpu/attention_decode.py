@@ -398,7 +398,7 @@ def finish(
 
 
 @triton.jit
-def _new_key(
+def new_key(
     p_proj, p_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ: tl.constexpr, NK: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
     KV: tl.constexpr,
@@ -451,7 +451,7 @@ def _keys_decode_kernel(
         if KV == PLAIN:
             p_pages += i_kv * (PAGE * D)
         p_page = p_pages + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
-        _new_key(
+        new_key(
             p_proj + i_row.to(tl.int64) * stride_row, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s,
             NQ, NK, D, HALF, S, GROUP, PAGE, GATED, KV,
         )
@@ -574,13 +574,13 @@ def _attention_decode_kernel(
                 b_new_k, b_new_v = tl.zeros((GROUP, D), NEW), tl.zeros((D,), NEW)
                 ahead = tl.load(p_ahead + i_row)
                 for i_new in range(ahead + 1):
-                    b_new_k, b_new_v = _new_key(
+                    b_new_k, b_new_v = new_key(
                         p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page,
                         position + (i_new - ahead), i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED, KV,
                     )
                 tl.debug_barrier()  # they are whole before the page is read
             else:
-                b_new_k, b_new_v = _new_key(
+                b_new_k, b_new_v = new_key(
                     p_proj, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP,
                     PAGE, GATED, KV,
                 )

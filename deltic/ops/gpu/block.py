@@ -31,7 +31,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
-from deltic.ops.gpu.attention_decode import attended, finish, merged, record, rotated, turn
+from deltic.ops.gpu.attention_decode import attended, finish, merged, new_key, record, rotated, turn
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch, next_power_of_2
@@ -128,6 +128,50 @@ def begin_block(step: Rows, drawn: Tensor, g: GuessBlocks, mask_token: int, *, g
         step.position, step.drafts.length, step.drafts.token, drawn, g.token, g.end, g.turn, g.rows.batch_slot,
         g.rows.state_slot, g.rows.position, g.draws.batch_slot, g.draws.position, mask_token,
         BESIDE=0 if guesses_at_anchor else 1, MOST=MOST_ROWS, num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _keys_of_layers_kernel(
+    p_proj, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_table, p_pages, eps, stride_s, stride_row,
+    stride_table, stride_page, stride_layer, NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    S: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
+):
+    """A key head of a row, in a layer."""
+    wait_for_front(PDL)
+    i_row, i_kv, i_layer = tl.program_id(0) // NK, tl.program_id(0) % NK, tl.program_id(1)
+    if tl.load(p_state_slot + i_row) >= 0:
+        position = tl.load(p_position + i_row)
+        p_row = p_table + tl.load(p_batch_slot + i_row).to(tl.int64) * stride_table
+        p_page = p_pages + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
+        p_of_row = p_proj + i_row.to(tl.int64) * stride_row + i_layer * ((NQ + 2 * NK) * D)
+        new_key(
+            p_of_row, p_k_norm + i_layer * D, p_cos, p_sin, p_page + i_layer * stride_layer + i_kv * (PAGE * D), position,
+            i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, False, KV,
+        )
+
+
+def keys_of_layers(
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, rows: Rows, cache: KvPages
+) -> None:
+    """Writes the keys and values of the rows' tokens in L layers, which read the same rows, as `keys_decode` does
+    in one.
+
+    proj: float32 [S, N, L row], layer by layer; weights: k_norm is float32 [L, d]; cache: bfloat16 [n_pages, L,
+    2, nk, 64, d]. Raises KernelError where shapes or types do not fit.
+    """
+    (n_parts, n_rows, width), pages, cos = proj.shape, cache.data, weights.cos
+    n_layers, expect = len(weights.k_norm), partial(check, "keys_of_layers")
+    expect(proj.dtype == torch.float32 and width == n_layers * heads.row, f"float32 proj [S, N, {n_layers} {heads.row}]")
+    expect(proj.stride(2) == 1 and cos.is_contiguous() and weights.k_norm.is_contiguous(), "contiguous proj, cos, norms")
+    is_cache = pages.shape[1] == n_layers and kv.fits(pages[:, 0], heads.n_kv, heads.dim, BF16) and not heads.is_gated
+    expect(is_cache, f"{n_layers} layers of {kv.expected(heads.n_kv, heads.dim, BF16)}, heads without a gate")
+    launch(
+        _keys_of_layers_kernel, (n_rows * heads.n_kv, n_layers), proj, weights.k_norm, cos, weights.sin, rows.state_slot,
+        rows.batch_slot, rows.position, cache.table, pages, weights.eps, proj.stride(0), proj.stride(1),
+        cache.table.stride(0), pages.stride(0), pages.stride(1), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim,
+        HALF=cos.shape[1], S=n_parts, GROUP=8 if heads.n_q <= 8 * heads.n_kv else 16, PAGE=PAGE_SIZE,
+        KV=kv.constant(BF16), num_warps=4,
     )
 
 
