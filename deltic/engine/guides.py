@@ -285,11 +285,7 @@ class Guides:
     """The guides of an engine, and the threads that work for them."""
 
     def __init__(
-        self,
-        n_ids: int,
-        eos_ids: Iterable[int],
-        vocabulary: Vocabulary | None,
-        is_busy: Callable[[], bool] | None = None,
+        self, n_ids: int, ends: Iterable[int], vocabulary: Vocabulary | None, is_busy: Callable[[], bool] | None = None
     ) -> None:
         """n_ids: ids that may be drawn. is_busy: whether the device computes ahead, so waiting is free."""
         self.n_ids = n_ids
@@ -297,7 +293,7 @@ class Guides:
         """Number of guides that workers have, or have finished but that were not collected."""
         self.has_tokenizer, self._vocabulary = vocabulary is not None, vocabulary
         self._is_busy = is_busy or (lambda: False)
-        self._eos = _ends(n_ids, eos_ids)
+        self._eos = _ends(n_ids, ends)
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)

@@ -328,7 +328,7 @@ def test_the_draft_head_is_found_and_its_two_matrices_are_one() -> None:
 def test_random_weights_have_all_parts() -> None:
     path = tiny_checkpoint("flash", has_mtp=True)
     shape = stored_shape(path, ModelShape.from_directory(path), drafts=True)
-    made, read = dummy_weights(shape), load_weights(path, shape)[0]
+    made, read = dummy_weights(shape, 0), load_weights(path, shape)[0]
     assert [name for name, _ in made.named_parts()] == [name for name, _ in read.named_parts()]
     assert made.ngram_table is not None
 
@@ -429,8 +429,8 @@ def test_random_experts_that_do_not_fit_are_those_of_one_layer(monkeypatch: pyte
     shape = ModelShape.from_directory(tiny_checkpoint("flash"))
     monkeypatch.setitem(PUBLISHED, "tiny", shape)
     shared = replace(shape, shares_experts=True)
-    n_bytes, least = (dummy_weights(one).n_bytes for one in (shape, shared))
-    moe = dummy_weights(shape).layers[0].mlp
+    n_bytes, least = (dummy_weights(one, 0).n_bytes for one in (shape, shared))
+    moe = dummy_weights(shape, 0).layers[0].mlp
     assert isinstance(moe, Moe) and n_bytes - least == 3 * (moe.gate_up.n_bytes + moe.down.n_bytes)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 256, "max_step_tokens": 64, "n_pages": 12}
     config = EngineConfig(dummy="tiny", threads=2, n_checkpoints=0, max_drafts=0, **sizes)

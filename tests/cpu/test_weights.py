@@ -324,7 +324,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 
 def test_dummy_weights_are_the_right_size_repeatable_and_sane() -> None:
     shape = ModelShape.from_directory(tiny_checkpoint("moe"))
-    weights, again, other = dummy_weights(shape), dummy_weights(shape), dummy_weights(shape, seed=1)
+    weights, again, other = dummy_weights(shape, 0), dummy_weights(shape, 0), dummy_weights(shape, seed=1)
     assert_same(weights, again)
     assert weights.embed.whole.data.tobytes() != other.embed.whole.data.tobytes()
     assert weights.n_bytes == weight_bytes(shape, None)

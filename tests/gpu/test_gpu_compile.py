@@ -185,7 +185,7 @@ def _collected() -> dict[str, Any]:
         few, collecting._different_layers = collecting._different_layers, lambda weights: weights.layers
         of_all = collecting.collect(plan)
         collecting.empty_weights = lambda shape, quantize, *_: dummy_weights(
-            shape, quantize=quantize, store=DeviceStore("cpu")
+            shape, 0, quantize=quantize, store=DeviceStore("cpu")
         )
         with_memory = collecting.collect(plan)  # tensors in host memory; never started
         collecting.empty_weights, collecting._different_layers = empty_weights, few
@@ -196,7 +196,9 @@ def _collected() -> dict[str, Any]:
     jobs = collecting.collect(speech_plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            collecting, "empty_speech_weights", lambda shape, *_: dummy_speech_weights(shape, store=DeviceStore("cpu"))
+            collecting,
+            "empty_speech_weights",
+            lambda shape, *_: dummy_speech_weights(shape, 0, store=DeviceStore("cpu")),
         )
         patch.setattr(collecting, "empty_vocoder", dummy_vocoder)
         with_memory = collecting.collect(speech_plan)
@@ -364,10 +366,10 @@ def _recorded() -> dict[str, Any]:
         assert report is not None and report.n_failed == 0
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or misses.append(src.name)
         if kind == "speech":
-            weights = dummy_speech_weights(plan.shape, store=DeviceStore("cuda"))
+            weights = dummy_speech_weights(plan.shape, 0, store=DeviceStore("cuda"))
             GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder))
         else:
-            GpuTextRunner(plan, [dummy_weights(plan.shape, store=DeviceStore("cuda"))])
+            GpuTextRunner(plan, [dummy_weights(plan.shape, 0, store=DeviceStore("cuda"))])
     return {"misses": misses}
 
 

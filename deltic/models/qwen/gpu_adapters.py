@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.adapters import Adapter
-from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import empty_weights
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.lora import WORDS, ExpertTargets, Target, n_sums
+from deltic.ops.matrix import Matrix
 
 _SEGMENTS = {"in_proj": 4, "qkv": 3, "gate_up": 2, "shared_gate_up": 2, "router": 2}
 """Terms that a fused matrix may have; others have one. Of in_proj: q | k | v, z, b, a."""
@@ -26,24 +29,18 @@ class Sized:
     n_matrices: int = 1
 
 
+_REACHED = re.compile(r"layers\.\d+\.(in_proj|out_proj|qkv|o_proj|mlp\.\w+)")
+"""Names of matrices of layers that adapters may add to: not of hyper-connections, the index and n-grams."""
+
+
 def sizes(shape: ModelShape) -> dict[str, Sized]:
     """Sizes of every matrix to which adapters may add, by its name."""
-    h, found = shape.hidden_size, dict[str, Sized]()
-    for i, kind in enumerate(shape.layer_types):
-        p = f"layers.{i}."
-        if kind == LINEAR_ATTENTION:
-            found |= {f"{p}in_proj": Sized(shape.gdn_in_proj_rows, h), f"{p}out_proj": Sized(h, shape.gdn_value_size)}
-        else:
-            q_size = shape.n_q_heads * shape.head_dim
-            found |= {f"{p}qkv": Sized(shape.attn_qkv_rows, h), f"{p}o_proj": Sized(h, q_size)}
-        p += "mlp."
-        if shape.is_moe:
-            e, m, shared = shape.n_experts, shape.moe_intermediate_size, shape.shared_intermediate_size
-            found |= {f"{p}router": Sized(e + 1, h), f"{p}gate_up": Sized(2 * m, h, e), f"{p}down": Sized(h, m, e)}
-            found |= {f"{p}shared_gate_up": Sized(2 * shared, h), f"{p}shared_down": Sized(h, shared)}
-        else:
-            inner = shape.intermediate_size
-            found |= {f"{p}gate_up": Sized(2 * inner, h), f"{p}down": Sized(h, inner)}
+    h, parts = shape.hidden_size, empty_weights(shape, None, True, COUNTED_ROWS).named_parts()
+    found = {
+        name: Sized(part.n, part.k, part.n_matrices)
+        for name, part in parts
+        if isinstance(part, Matrix) and _REACHED.fullmatch(name)
+    }
     return found | {"embed": Sized(h, shape.vocab_size), "lm_head": Sized(shape.head_rows or shape.vocab_size, h)}
 
 
@@ -53,9 +50,9 @@ def n_segments(name: str) -> int:
 
 
 def unreached(adapter: Adapter) -> list[str]:
-    """The modules of an adapter to which nothing is added on a GPU: hyper-connections, the index, n-grams."""
-    reached = re.compile(r"layers\.\d+\.(in_proj|out_proj|qkv|o_proj|mlp\.\w+)|embed|lm_head")
-    return [module for module, part, *_ in adapter.covers if not reached.fullmatch(part)]
+    """The modules of an adapter to which nothing is added on a GPU."""
+    covered = ((module, part) for module, part, *_ in adapter.covers if part not in ("embed", "lm_head"))
+    return [module for module, part in covered if not _REACHED.fullmatch(part)]
 
 
 @dataclass(frozen=True)

@@ -321,12 +321,7 @@ def active_weights(weights: Weights, shape: ModelShape) -> dict[str, int]:
 
 
 def dummy_weights(
-    shape: ModelShape,
-    seed: int = 0,
-    progress: Progress | None = None,
-    *,
-    quantize: str | None = None,
-    store: Store = HOST,
+    shape: ModelShape, seed: int, progress: Progress | None = None, *, quantize: str | None = None, store: Store = HOST
 ) -> Weights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)

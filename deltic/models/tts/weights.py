@@ -200,12 +200,7 @@ def load_speech_weights(
 
 
 def dummy_speech_weights(
-    shape: SpeechShape,
-    seed: int = 0,
-    progress: Progress | None = None,
-    *,
-    quantize: str | None = None,
-    store: Store = HOST,
+    shape: SpeechShape, seed: int, progress: Progress | None = None, *, quantize: str | None = None, store: Store = HOST
 ) -> SpeechWeights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
     weights = empty_speech_weights(shape, quantize, store)

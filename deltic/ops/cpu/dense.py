@@ -45,33 +45,25 @@ def gather(program: Program, table: Array, ids: Array, out: Array, n_rows: Array
 
 
 def linear(
-    program: Program,
-    x: Array,
-    w: Matrix,
-    out: Array,
-    workspace: Array,
-    n_rows: Array,
-    *,
-    add: bool = False,
-    first: int = 0,
+    program: Program, x: Array, w: Matrix, out: Array, room: Array, n_rows: Array, *, add: bool = False, first: int = 0
 ) -> None:
     """out[m] = x[m] W^T, or out[m] += x[m] W^T when `add` (out is then the residual stream).
 
-    x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N], or wider: its columns [first, first + N); workspace:
-    uint8, at least T * row_bytes(K); n_rows: int32 scalar, rows in use.
+    x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N], or wider: its columns [first, first + N); room: uint8,
+    at least T * row_bytes(K); n_rows: int32 scalar, rows in use.
     """
     expect = partial(check, "linear")
     expect(x.dtype == bfloat16 and out.dtype == np.float32, "bfloat16 x, float32 out")
     is_whole = first == 0 and out.shape[1] == w.n
     expect(x.shape[1] == w.k and (is_whole or 0 < first <= out.shape[1] - w.n), f"x [T, {w.k}] and out [T, {w.n}]")
     expect(x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
-    expect(workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
+    expect(room.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
     begin, packed = first, None
     for segment in w.segments:
-        # What the workspace holds of x: bfloat16, or int8 by groups and their sums as the codes need them.
+        # What the room holds of x: bfloat16, or int8 by groups and their sums as the codes need them.
         f = segment.format
         needed = ("bf16",) if f.codes in FLOATS else (f.codes, f.has_least, f.group)
-        to = (out[:, begin:], out.shape[1], workspace, n_rows, int(add), int(needed == packed))
+        to = (out[:, begin:], out.shape[1], room, n_rows, int(add), int(needed == packed))
         program.call("deltic_linear", x, *segment.arguments, *to)
         begin, packed = begin + segment.n, needed
 
