@@ -38,6 +38,31 @@ def formats(runs: Runs) -> str:
     return decodes_and_prefills(format_runs(runs), "deltic bench gpu --dummy qwen3.5-27b --format fp8")
 
 
+def files(runs: Runs) -> str:
+    """The same of files that mix types, and of Q8_0 beside e4m3."""
+    again = "deltic bench gpu --dummy qwen3.5-27b --format ud-q4_k_xl --n 1,4,16 --output 128 --rounds 3"
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-files-{shape}-*.json", gpu=True)]
+    return decodes_and_prefills(found, again)
+
+
+def fills(runs: Runs) -> str:
+    """Contexts filled to their last token as another card, in its memory."""
+    again = "python -m bench.gpu.fill --dummy qwen3.5-27b --format ud-q4_k_xl --as-chip sm_89 --max-model-len 65536"
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-fill-{shape}-*.json", gpu=True)]
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        data = run.data
+        keys = data["settings"].get("kv_cache_dtype", "bf16") if "settings" in data else "not recorded"
+        cells = [shown(data[name]) for name in ("free_gb", "planned_gb", "torch_gb", "left_gb", "start_s", "fill_s")]
+        filled = " and ".join(f"{n} x {end}" for end, n in data["ended"].items())
+        rows.append([data["shape"], data["device"].split()[-1], keys, str(data["max_drafts"]), filled, *cells])
+    header = ["model", "as", "keys and values", "drafts", "sequences that ended"]
+    header += ["free, GB", "planned", "torch had", "left", "start, s", "filling, s"]
+    return "\n\n".join((grid(header, rows), source(found, again)))
+
+
 def parallel(runs: Runs) -> str:
     """The same on several GPUs together."""
     found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-parallel-{shape}-*.json", gpu=True)]

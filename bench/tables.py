@@ -465,6 +465,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "soak-claim": soak_claim,
     "gpu": gpu_tables.decodes,
     "gpu-formats": gpu_tables.formats,
+    "gpu-files": gpu_tables.files,
+    "gpu-fills": gpu_tables.fills,
     "gpu-drafts": gpu_tables.drafts,
     "gpu-blocks": lambda runs: gpu_tables.drafts(runs, of_blocks=True),
     "gpu-parallel": gpu_tables.parallel,

@@ -19,7 +19,7 @@ from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
 from deltic.bench.gpu import need_gpu, shape_name, write_result
 from deltic.bench.provenance import checked
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, changed
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
@@ -58,6 +58,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     begun = time.perf_counter()
     ended = fill(Engine(runner), n, plan.max_model_len)
     result: dict[str, Any] = {
+        "settings": changed(config),
         "sequences": n,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,

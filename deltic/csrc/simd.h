@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>

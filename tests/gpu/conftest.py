@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if HAS_TRITON and (name := config.getoption("--as-chip")):
         from deltic.ops.gpu.chip import emulate
 
-        emulate(name)
+        emulate(name, alone=False)
 
 
 def pytest_ignore_collect(collection_path: object) -> bool | None:

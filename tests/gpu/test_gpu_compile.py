@@ -17,14 +17,20 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
 
 from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.weights import dummy_formats, empty_weights
+from deltic.ops.gpu.chip import CHIPS, described, free_bytes, override_arch
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.gpu import compile
 from deltic.runtime.gpu.collect import _different_layers
 
 FEW = ("_silu_mul_kernel", "scan", "finish")
@@ -120,6 +126,32 @@ def test_failures_are_logged_and_passed_over(compiled: dict[str, Any]) -> None:
 def test_keys_do_not_depend_on_what_was_walked_before(collected: dict[str, Any], compiled: dict[str, Any]) -> None:
     """A second model of a process finds what workers compiled; Triton 3.6 alone gives other keys to functions of the sampler."""
     assert collected["keys"] == compiled["keys"] and len(compiled["keys"]) > 100
+
+
+def test_an_emulated_card_of_tests_is_each_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests side by side had what the others left of 24 GB, and a third of them failed."""
+    monkeypatch.setattr(described, "chip", CHIPS["sm_89"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 30)
+    for alone, used in ((True, 20 << 30), (False, 3 << 30)):
+        monkeypatch.setattr(described, "alone", alone)
+        assert free_bytes(torch.device("cuda", 0)) == CHIPS["sm_89"].memory_bytes - used
+
+
+def test_workers_for_an_emulated_chip_compile_under_the_keys_of_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of the environment is part of a key: all kernels were compiled twice."""
+    target, begun = GPUTarget("cuda", 90, 32), []
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target))
+    monkeypatch.setattr(compile.triton.runtime, "driver", driver)
+    monkeypatch.setattr(compile.subprocess, "Popen", lambda command, env, **_: begun.append((command, env)))
+    monkeypatch.setattr(triton.knobs.runtime, "override_arch", None)
+    monkeypatch.setattr(described, "emulated", "sm_89")
+    key = get_cache_invalidating_env_vars()
+    override_arch("sm_89")
+    compile.Compilation(1)
+    assert triton.knobs.runtime.override_arch == "sm89" and get_cache_invalidating_env_vars() == key
+    ((command, environment),) = begun
+    assert command[-1] == "sm_89" and "TRITON_OVERRIDE_ARCH" not in environment
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records steps: needs a GPU")

@@ -410,7 +410,14 @@ def test_dummies_in_e4m3_are_in_blocks(device: str) -> None:
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
 def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
     monkeypatch.setattr(linear, "chip", lambda: replace(HOPPER, n_sms=sms, shared_bytes=shared))
-    for m, k, splits in ((34816, 5120, 1), (5120, 17408, 4), (1024, 3584, 8), (8224, 1024, 1), (72, 96, 1)):
+    for m, k, splits in (
+        (34816, 5120, 1),
+        (5120, 17408, 4),
+        (1024, 3584, 8),
+        (8224, 1024, 1),
+        (72, 96, 1),
+        (256, 256, 1),
+    ):
         for name in ("fp8", "Q4_K", "Q6_K", "int4-g128-bfloat16"):
             format = WEIGHT_FORMATS[name]
             for n in (1, 8, 16, 48, 128, 256):
@@ -418,4 +425,6 @@ def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: i
                 c = linear.decoded_config(n, m, width, splits, format)
                 assert width % (c.block_k * c.unroll) == 0 and (name != "fp8" or c.block_k == k_block(width))
                 a_stage = c.unroll * linear.decoded_block_bytes(c.block_m, c.block_k, n, format)
+                decoded = 2 * c.unroll * c.block_m * c.block_k
+                assert c.num_stages == 2 or c.num_stages * a_stage + decoded <= shared, "what is decoded has room, too"
                 assert c.num_stages * a_stage <= shared

@@ -87,6 +87,8 @@ class _Described:
     chip: Chip | None = None
     emulated: str = ""
     """Name in CHIPS, where kernels are started as if it were here."""
+    alone: bool = True
+    """False: what other processes have of the GPU is not taken off the card's memory."""
 
 
 described = _Described()
@@ -114,25 +116,33 @@ def device_name() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of a GPU; of an emulated card what it would have left beside what is in use here."""
+    """Returns a GPU's free bytes; of an emulated card what it would have left beside all that is in use here,
+    or beside what this process has, where tests share the GPU.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - max(0, total - (chip().memory_bytes or total)))
+    used = total - free if described.alone else torch.cuda.memory_reserved(device)
+    return int(min(free, (chip().memory_bytes or total) - used))
 
 
-def emulate(name: str) -> None:
+def emulate(name: str, alone: bool = True) -> None:
     """Makes `chip()` answer as another of CHIPS on the NVIDIA GPU that is here: for tests and benches.
 
     Kernels take its sizes and its ways, Triton's passes are those for its architecture, and a kernel that
     takes more shared memory than it has is refused. torch gets the memory of its card. Only the assembler's
-    target is the GPU that is here, and the vendor's library knows of nothing.
+    target is the GPU that is here, and the vendor's library knows of nothing. alone: see `free_bytes`.
     """
-    described.chip, described.emulated = CHIPS[name], name
-    triton.knobs.runtime.override_arch = name.replace("_", "")
-    os.environ.pop("TRITON_OVERRIDE_ARCH", None)  # for other processes, of which those that compile get it
+    described.chip, described.emulated, described.alone = CHIPS[name], name, alone
+    override_arch(name)
     triton.knobs.runtime.kernel_load_start_hook.add(_check_shared)
     if torch.cuda.is_available():
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, CHIPS[name].memory_bytes / total))
+
+
+def override_arch(name: str) -> None:
+    """Makes Triton compile for one of CHIPS, without a word in the environment: a cache's keys have that."""
+    triton.knobs.runtime.override_arch = name.replace("_", "")
+    os.environ.pop("TRITON_OVERRIDE_ARCH", None)
 
 
 def _check_shared(module: object, function: object, name: str, files: dict[str, str], hash: str) -> None:
@@ -145,9 +155,10 @@ def _check_shared(module: object, function: object, name: str, files: dict[str, 
 
 def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> object:
     """Makes what a kernel gives to `load_tile` for blocks of n_rows rows of `width` elements, `stride` apart:
-    a descriptor, or pointer and stride where there is no TMA. (Triton would load 2 bytes at a time there.)
+    a descriptor, or pointer and stride where there is no TMA (Triton would load 2 bytes at a time there), or
+    where tiles pass through registers: by a descriptor each has its place in shared memory all the time.
     """
-    if chip().has_hopper_copies:
+    if chip().multiplies_from_shared:
         return TensorDescriptor(matrix, [n_rows, width], [stride, 1], [*block])
     return matrix, stride
 

@@ -44,7 +44,7 @@ from deltic.engine.step import Progress
 from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
 from deltic.ops.gpu import hopper
-from deltic.ops.gpu.chip import Chip, chip, described, device_name
+from deltic.ops.gpu.chip import Chip, chip, described, device_name, override_arch
 from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launches
 from deltic.runtime.plan import Plan
 
@@ -154,6 +154,7 @@ class Compilation:
         self._lock = threading.Lock()
         self._stderr: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         target = triton.runtime.driver.active.get_current_target()
+        of_target = target.backend, json.dumps(target.arch), str(target.warp_size)
         # Workers have no business with the device, nor with more than a core each.
         environment = {
             **os.environ,
@@ -161,11 +162,9 @@ class Compilation:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        if described.emulated:
-            environment["TRITON_OVERRIDE_ARCH"] = described.emulated.replace("_", "")
         self._workers = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, target.backend, json.dumps(target.arch), str(target.warp_size)],
+                [sys.executable, "-m", __name__, *of_target, described.emulated],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -310,7 +309,7 @@ def compile_for(chip: Chip) -> Any:
     return active.launcher_cls
 
 
-# A worker: `python -m deltic.runtime.gpu.compile BACKEND ARCH WARP_SIZE`.
+# A worker: `python -m deltic.runtime.gpu.compile BACKEND ARCH WARP_SIZE EMULATED`.
 
 
 def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
@@ -339,7 +338,9 @@ def main() -> None:
     """Runs a worker. Its answers go where stdout was. All other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as answers, suppress(KeyboardInterrupt, BrokenPipeError):
         os.dup2(2, 1)
-        backend, arch, warp_size = sys.argv[1:]
+        backend, arch, warp_size, emulated = sys.argv[1:]
+        if emulated:
+            override_arch(emulated)
         work(GPUTarget(backend, json.loads(arch), int(warp_size)), sys.stdin, answers)
 
 
