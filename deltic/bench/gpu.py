@@ -34,7 +34,7 @@ from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, changed
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, HeldAdapter
+from deltic.engine.step import Chunk, HeldAdapter, silent
 from deltic.engine.step import Sequence as Row
 from deltic.json_types import JsonObject
 from deltic.models.loading import COUNTED_ROWS, Store
@@ -86,7 +86,7 @@ class GpuModel:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
 
         def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
-            return run.load(store, lambda stage, done: None, part)[0]
+            return run.load(store, silent, part)[0]
 
         weights = (
             device.parts(run.cuts, load)
@@ -120,7 +120,7 @@ class GpuModel:
         kind.check(model.shape)
         plan = make_plan(kind, model, free)
         with levers.bound():
-            begin_compiling(plan, collect).wait(lambda stage, done: None)
+            begin_compiling(plan, collect).wait(silent)
             drafter = model.load_drafter(self.device.store(plan))[0]
             runner = gpu.text_runner(plan, self.device.devices, self.weights, drafter=drafter)
         runner.info = msgspec.structs.replace(runner.info, prefix_cache=False)

@@ -45,7 +45,7 @@ from deltic.config_sources import resolve
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine, StepRunner
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Sequence, Step
+from deltic.engine.step import Chunk, Sequence, Step, silent
 from deltic.json_types import JsonObject
 from deltic.models.checkpoint import model_name, text_directory
 from deltic.models.loading import shares_text
@@ -224,7 +224,7 @@ def compare_in_turn(
     known: list[NDArray[np.float32]] = []
     losses, answers = {}, {}
     for name, config in configs.items():
-        runner, loss = build_runner(config, lambda stage, done: None, device), Losses()
+        runner, loss = build_runner(config, silent, device), Losses()
         for i, (targets, log_q, n_tokens) in enumerate(readings(runner, documents)):
             if i == len(known):  # the reference
                 known.append(log_q.astype(np.float32))

@@ -21,6 +21,10 @@ Progress = Callable[[str, float], None]
 """Called with the name of a stage of the start and the part of it that is done, 0 to 1."""
 
 
+def silent(stage: str, done: float) -> None:
+    """A Progress of which nobody is told."""
+
+
 class Voice(Protocol):
     """An encoded voice (runtime/voices.py).
 

@@ -19,7 +19,7 @@ from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import StepRunner
 from deltic.engine.events import Needs
 from deltic.engine.messages import EngineInfo
-from deltic.engine.step import Progress
+from deltic.engine.step import Progress, silent
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import ALL_FILES, locate, locate_speech, model_name, n_real_ids, resolve_model, speaks
 from deltic.models.dflash.shape import DRAFT_MODEL, is_drafter
@@ -440,7 +440,7 @@ def warmup(config: EngineConfig) -> int:
     import triton
 
     plan = plan_of(settle(config, device), device, device.free_bytes())
-    report = device.begin_compiling(plan, again=True).wait(lambda stage, done: None)
+    report = device.begin_compiling(plan, again=True).wait(silent)
     if report is None:
         print("nothing was compiled", file=sys.stderr)
         return 1

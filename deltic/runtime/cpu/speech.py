@@ -14,7 +14,7 @@ import numpy as np
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.events import ExpertStats, ReplayStats
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult, silent
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
 from deltic.ops.arrays import Array, bfloat16
@@ -38,11 +38,7 @@ class SpeechRunner(Speaker):
     experts: ExpertStats | None = None
 
     def __init__(
-        self,
-        plan: SpeechPlan,
-        weights: SpeechWeights,
-        vocoder: dict[str, Array],
-        progress: Progress = lambda stage, done: None,
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress = silent
     ) -> None:
         """vocoder: of load_vocoder. It is used up."""
         self.shape, self.n_streams = plan.shape, plan.n_streams

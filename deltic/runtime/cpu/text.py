@@ -17,7 +17,7 @@ import numpy as np
 from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.events import ExpertStats, ReplayStats
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult, silent
 from deltic.models.dflash.cpu import DFlash
 from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.cpu import Qwen
@@ -64,7 +64,7 @@ class Runner:
         self,
         plan: TextPlan,
         weights: Weights,
-        progress: Progress = lambda stage, done: None,
+        progress: Progress = silent,
         vision: tuple[VisionWeights, PictureRules] | None = None,
         drafter: DrafterWeights | None = None,
     ) -> None:

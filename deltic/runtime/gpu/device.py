@@ -16,7 +16,7 @@ from triton.errors import TritonError
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import EngineInfo
-from deltic.engine.step import Progress
+from deltic.engine.step import Progress, silent
 from deltic.models.dflash.gpu import check_drafter_gpu
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.dflash.weights import DrafterWeights
@@ -254,7 +254,7 @@ def text_runner(
     plan: TextPlan,
     devices: Sequence[torch.device],
     weights: Sequence[list[Weights]],
-    progress: Progress = lambda stage, done: None,
+    progress: Progress = silent,
     vision: Vision | None = None,
     drafter: DrafterWeights | None = None,
 ) -> GpuTextRunner | ParallelRunner:

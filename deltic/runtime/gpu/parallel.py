@@ -28,7 +28,7 @@ from deltic.engine.engine import LoadedAdapters
 from deltic.engine.events import ExpertStats
 from deltic.engine.messages import Picture
 from deltic.engine.pictures import PictureEncoder
-from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
+from deltic.engine.step import Progress, RunnerLostError, Step, StepResult, silent
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -99,7 +99,7 @@ class ParallelRunner:
         plan: TextPlan,
         devices: Sequence[torch.device],
         weights: Sequence[list[Weights]],
-        progress: Progress = lambda stage, done: None,
+        progress: Progress = silent,
         vision: tuple[VisionWeights, PictureRules] | None = None,
     ) -> None:
         """weights: of each GPU's parts. vision: as for one GPU. The first has it.

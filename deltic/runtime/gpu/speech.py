@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice
+from deltic.engine.step import Progress, Sequence, Step, StepResult, Voice, silent
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.gpu import TtsGpu
 from deltic.models.tts.shape import FRAME, SPEAKER, split_row
@@ -103,11 +103,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
     gives_logprobs = False
 
     def __init__(
-        self,
-        plan: SpeechPlan,
-        weights: SpeechWeights,
-        vocoder: dict[str, Array],
-        progress: Progress = lambda stage, done: None,
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress = silent
     ) -> None:
         self.shape, self.n_streams = plan.shape, plan.n_streams
         shape, d, n = plan.shape, plan.shape.talker, plan.max_num_seqs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import TokenLogprob
-from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult, silent
 from deltic.models.dflash.gpu import DFlashGpu
 from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.gpu import QwenGpu
@@ -135,7 +135,7 @@ class GpuTextRunner(GpuRunner):
         self,
         plan: TextPlan,
         weights: list[Weights],
-        progress: Progress = lambda stage, done: None,
+        progress: Progress = silent,
         vision: tuple[VisionWeights, PictureRules] | None = None,
         exchange: tuple[GpuWorkspace, Exchange] | None = None,
         drafter: DrafterWeights | None = None,

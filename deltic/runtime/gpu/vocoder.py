@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.engine.events import ReplayStats
+from deltic.engine.step import Progress, silent
 from deltic.models.vocoder.gpu import (
     ChunkBuffers,
     VocoderGpu,
@@ -98,7 +99,7 @@ class GpuVocoderStreams:
         n_streams: int,
         device: str | torch.device,
         n_frames: int = MAX_FRAMES,
-        progress: Callable[[str, float], None] = lambda stage, done: None,
+        progress: Progress = silent,
     ) -> None:
         """tensors: of load_vocoder. Raises UnsupportedModelError."""
         check_vocoder_gpu(shape)
