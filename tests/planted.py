@@ -178,7 +178,7 @@ FAULTS = [
         "scales-of-no-keys",
         "missing mask",
         "deltic/ops/gpu/attention_decode.py",
-        "floats = kv.load_floats(p_page, i_kv, o_t, last * PAGE + o_t < position, KV, NK, D)",
+        "floats = kv.load_floats(p_page, i_kv, o_t, last * PAGE + o_t < n_old, KV, NK, D)",
         "floats = kv.load_floats(p_page, i_kv, o_t, o_t >= 0, KV, NK, D)",
         "tests/gpu/test_gpu_attention_decode.py tests/gpu/test_gpu_kv_formats.py",
     ),

@@ -51,9 +51,9 @@ def test_bytes_of_a_page() -> None:
     assert plain.kv_bytes_per_token == plain.n_attn_layers * 2 * plain.n_kv_heads * plain.head_dim * 2
 
 
-def with_scheme(tmp_path: Path, scheme: object) -> Path:
+def with_scheme(tmp_path: Path, scheme: object, kind: str = "dense") -> Path:
     path = tmp_path / "checkpoint"
-    shutil.copytree(tiny_checkpoint("dense"), path, dirs_exist_ok=True)
+    shutil.copytree(tiny_checkpoint(kind), path, dirs_exist_ok=True)
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     (path / "config.json").write_text(json.dumps(config))

@@ -17,7 +17,8 @@ from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, Rows
 from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.index import IndexPages, index_decode, index_prefill, index_scratch
 from deltic.ops.gpu.launch import allocate_on
-from deltic.ops.kv_formats import BF16, KvPages
+from deltic.ops.kv_formats import BF16, KV_FORMATS, KvFormat, KvPages
+from tests.gpu.kv_pages import values_of
 from tests.reference import layers
 
 EPS = 1e-6
@@ -25,6 +26,8 @@ INDEX = IndexHeads(n_q=4, dim=32, ratio=4, budget=80)
 HEADS = AttentionHeads(n_q=4, n_kv=1, dim=32)
 HALF = 4
 MOST = 150
+QUANTISED = pytest.param("turboquant_k8v4", marks=pytest.mark.long)
+in_formats = pytest.mark.parametrize("format", ["bf16", "fp8", QUANTISED])
 
 
 @dataclass
@@ -38,17 +41,25 @@ class Model:
     pages: Tensor
     index: Tensor
     table: Tensor
+    heads: AttentionHeads = HEADS
+    format: KvFormat = BF16
 
     def cleared(self) -> Model:
         """The same with memory in which nothing was written."""
         return Model(
             self.index_proj, self.proj, self.of_index, self.of_heads, torch.zeros_like(self.pages),
-            torch.full_like(self.index, torch.nan), self.table,
+            torch.full_like(self.index, torch.nan), self.table, self.heads, self.format,
         )  # fmt: skip
 
 
 def model(
-    device: str, *, n: int = MOST, seed: int = 0, index: IndexHeads = INDEX, heads: AttentionHeads = HEADS
+    device: str,
+    *,
+    n: int = MOST,
+    seed: int = 0,
+    index: IndexHeads = INDEX,
+    heads: AttentionHeads = HEADS,
+    format: str = "bf16",
 ) -> Model:
     g = torch.Generator().manual_seed(seed)
 
@@ -59,13 +70,16 @@ def model(
     angle = torch.arange(n + PAGE_SIZE)[:, None] * 100.0 ** (-torch.arange(HALF) / HALF)
     cos, sin = angle.cos().to(device), angle.sin().to(device)
     norms = [(0.3 * randn(d)).to(device) for d in (index.dim, index.dim, heads.dim, heads.dim)]
-    both = torch.zeros(n_pages + 1, 2, 2, heads.n_kv, PAGE_SIZE, heads.dim, dtype=torch.bfloat16, device=device)
+    pages, of = (n_pages + 1, 2), KV_FORMATS[format]
+    both = torch.zeros(*pages, 2, heads.n_kv, PAGE_SIZE, heads.dim, dtype=torch.bfloat16, device=device)
+    if not of.is_plain:  # codes and scales are no numbers where nothing was written
+        both = torch.full((*pages, of.layer_bytes(heads.n_kv, heads.dim)), 127, dtype=torch.uint8, device=device)
     keys = torch.full((n_pages + 1, 2, index.page_rows, index.dim), torch.nan, dtype=torch.bfloat16, device=device)
     order = torch.randperm(n_pages, generator=g).int()
     return Model(
         randn(n, index.row).bfloat16().to(device), randn(n, heads.row).bfloat16().to(device),
         AttentionWeights(norms[0], norms[1], EPS, cos, sin), AttentionWeights(norms[2], norms[3], EPS, cos, sin),
-        both[:, 1], keys[:, 1], order[None].repeat(2, 1).to(device),
+        both[:, 1], keys[:, 1], order[None].repeat(2, 1).to(device), heads, of,
     )  # fmt: skip
 
 
@@ -87,15 +101,15 @@ def prefill(
     m: Model, chunks: list[int], *, chooses: bool = True, index: IndexHeads = INDEX, axes: Axes = TEXT
 ) -> tuple[Tensor, Tensor]:
     """The text in chunks of so many tokens -> attention's output [T, nq d] and the chosen groups [T, n]."""
-    device, n = m.proj.device, len(m.proj)
+    device, n, heads = m.proj.device, len(m.proj), m.heads
     outs, picks = [], []
     start = 0
     for length in chunks:
         n_blocks = -(-length // BLOCK)
         rows = n_blocks * BLOCK
         place = slice(start, start + length)
-        proj = torch.full((rows, HEADS.row), torch.nan, dtype=torch.bfloat16, device=device)
-        index_proj = torch.full((rows, INDEX.row), torch.nan, dtype=torch.bfloat16, device=device)
+        proj = torch.full((rows, heads.row), torch.nan, dtype=torch.bfloat16, device=device)
+        index_proj = torch.full((rows, index.row), torch.nan, dtype=torch.bfloat16, device=device)
         proj[:length], index_proj[:length] = m.proj[place], m.index_proj[place]
         blocks = blocks_of(m, start, length)
         scratch = index_scratch(index, rows, n, allocate_on(device), name="index", is_prefill=True)
@@ -104,9 +118,9 @@ def prefill(
             index_proj, index, m.of_index, blocks=blocks, pages=IndexPages(m.index, m.table), scratch=scratch, max_len=n,
             axes=axes,
         )  # fmt: skip
-        out = torch.zeros(rows, HEADS.n_q * HEADS.dim, dtype=torch.bfloat16, device=device)
-        cache = KvPages(m.pages, BF16, m.table, chosen if chooses else None, INDEX.ratio)
-        attention_prefill(proj, HEADS, m.of_heads, blocks=blocks, cache=cache, query=torch.zeros_like(out), out=out)
+        out = torch.zeros(rows, heads.n_q * heads.dim, dtype=torch.bfloat16, device=device)
+        cache = KvPages(m.pages, m.format, m.table, chosen if chooses else None, INDEX.ratio)
+        attention_prefill(proj, heads, m.of_heads, blocks=blocks, cache=cache, query=torch.zeros_like(out), out=out)
         outs.append(out[:length])
         picks.append(chosen[:length].clone())
         start += length
@@ -140,7 +154,7 @@ def decode(
     shift: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """A row for each of these positions, of the one text -> output and chosen groups."""
-    device, n = m.proj.device, len(positions)
+    device, n, heads = m.proj.device, len(positions), m.heads
 
     def parts(x: Tensor) -> Tensor:
         x = x[positions].float()
@@ -161,10 +175,10 @@ def decode(
         parts(m.index_proj), index, m.of_index, rows=rows, pages=IndexPages(m.index, m.table), scratch=scratch,
         max_len=most, begun=begun,
     )  # fmt: skip
-    out = torch.full((n, HEADS.n_q * HEADS.dim), torch.nan, dtype=torch.bfloat16, device=device)
-    cache = KvPages(m.pages, BF16, m.table, chosen if chooses else None, INDEX.ratio)
+    out = torch.full((n, heads.n_q * heads.dim), torch.nan, dtype=torch.bfloat16, device=device)
+    cache = KvPages(m.pages, m.format, m.table, chosen if chooses else None, INDEX.ratio)
     attention_decode(
-        parts(m.proj), HEADS, m.of_heads, rows=rows, cache=cache, scratch=attention_scratch(HEADS, n, most, allocate),
+        parts(m.proj), heads, m.of_heads, rows=rows, cache=cache, scratch=attention_scratch(heads, n, most, allocate),
         max_len=most, out=Operand(out, None),
     )  # fmt: skip
     return out, chosen.clone()
@@ -179,8 +193,8 @@ def seen_keys(m: Model, t: int, groups: Tensor | None) -> Tensor:
 
 
 def attended(m: Model, t: int, groups: Tensor | None) -> Tensor:
-    """Output of token t over these keys by tests/reference."""
-    heads, d = HEADS, HEADS.dim
+    """Output of token t over these keys by tests/reference; of quantised ones over what pages hold."""
+    heads, d = m.heads, m.heads.dim
     inv = 100.0 ** (-torch.arange(HALF).double() / HALF)
     q, gate, k, v = (
         x.unflatten(-1, (-1, d))
@@ -189,6 +203,9 @@ def attended(m: Model, t: int, groups: Tensor | None) -> Tensor:
     where = torch.arange(len(q))
     q = layers.rope(layers.rms_norm(q, m.of_heads.q_norm.cpu(), EPS), where, inv).bfloat16().float()
     k = layers.rope(layers.rms_norm(k, m.of_heads.k_norm.cpu(), EPS), where, inv).bfloat16().float()
+    if not m.format.is_plain:
+        held = values_of(m.pages[m.table[0].long()], m.format, heads.n_kv, d)
+        k, v = held.permute(1, 0, 3, 2, 4).flatten(1, 2)
     seen = seen_keys(m, t, groups)
     k, v = (x[seen].repeat_interleave(heads.n_q // heads.n_kv, 1) for x in (k, v))
     weights = (torch.einsum("hd,shd->hs", q[t], k) * d**-0.5).softmax(-1)
@@ -198,8 +215,9 @@ def attended(m: Model, t: int, groups: Tensor | None) -> Tensor:
 TOLERANCE = 0.02
 
 
-def test_prefill_chooses_and_attends_as_the_equations_say(device: str) -> None:
-    m = model(device)
+@in_formats
+def test_prefill_chooses_and_attends_as_the_equations_say(format: str, device: str) -> None:
+    m = model(device, format=format)
     out, chosen = prefill(m, [MOST])
     first = (INDEX.n_groups + 1) * INDEX.ratio - 1
     assert (chosen[:first] == -1).all()
@@ -216,16 +234,18 @@ def test_prefill_chooses_and_attends_as_the_equations_say(device: str) -> None:
         assert torch.allclose(out[t].float().cpu(), attended(m, t, None), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_prefill_is_the_same_however_it_is_cut(device: str) -> None:
-    whole = prefill(model(device), [MOST])
-    cut = prefill(model(device), [64, MOST - 64])
+@in_formats
+def test_prefill_is_the_same_however_it_is_cut(format: str, device: str) -> None:
+    whole = prefill(model(device, format=format), [MOST])
+    cut = prefill(model(device, format=format), [64, MOST - 64])
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
-def test_decode_continues_a_prefill(device: str) -> None:
+@in_formats
+def test_decode_continues_a_prefill(format: str, device: str) -> None:
     """Groups whose first tokens are a prompt's are completed, and each token attends by the equations, alone and in company."""
     n_prompt = 91
-    m = model(device, n=110)
+    m = model(device, n=110, format=format)
     prefill(m, [n_prompt])
     for t in range(n_prompt, n_prompt + 6):
         out, chosen = decode(m, [t], n_splits=2)
@@ -263,9 +283,10 @@ def test_a_group_that_begins_in_a_picture_has_the_key_of_a_prefill(drafts: bool,
     assert torch.equal(keys[2][1], keys[1][1]) and not torch.equal(keys[2][0], keys[1][0])
 
 
-def test_drafted_rows_have_the_bits_of_single_ones(device: str) -> None:
+@in_formats
+def test_drafted_rows_have_the_bits_of_single_ones(format: str, device: str) -> None:
     n_prompt, n = 94, 6
-    one, many = model(device, n=110), model(device, n=110)
+    one, many = (model(device, n=110, format=format) for _ in range(2))
     prefill(one, [n_prompt])
     prefill(many, [n_prompt])
     alone = [decode(one, [t]) for t in range(n_prompt, n_prompt + 2)]
@@ -278,10 +299,11 @@ def test_drafted_rows_have_the_bits_of_single_ones(device: str) -> None:
     assert torch.equal(one.index[one.table[0].long()].nan_to_num(), many.index[many.table[0].long()].nan_to_num())
 
 
-def test_short_contexts_have_the_bits_of_plain_attention(device: str) -> None:
+@in_formats
+def test_short_contexts_have_the_bits_of_plain_attention(format: str, device: str) -> None:
     """Up to the budget and a tail of less than a group nothing is left out."""
     n = INDEX.budget + INDEX.ratio - 1
-    one, other = model(device, n=n + 20), model(device, n=n + 20)
+    one, other = (model(device, n=n + 20, format=format) for _ in range(2))
     chosen, plain = prefill(one, [n])[0], prefill(other, [n], chooses=False)[0]
     assert torch.equal(chosen, plain)
     for t in (0, 3, 40, 64, n - 2, n - 1):
@@ -344,6 +366,24 @@ def test_many_groups(n: int) -> None:
     rest[groups] = False
     assert scores[groups].min() >= scores[rest].max() - 1e-3
     assert (chosen[0] == -1).all() and (n == 2052 or (chosen[2] == -1).all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: many keys")
+@in_formats
+def test_attention_at_the_published_sizes(format: str) -> None:
+    """Behind the budget prompts and decodes attend by the equations; in company a token is the same."""
+    index, n_prompt = IndexHeads(4, 128, 4, 2048), 2240
+    m = model("cuda", n=n_prompt + 8, index=index, heads=AttentionHeads(24, 2, 256), format=format)
+    out, chosen = prefill(m, [n_prompt], index=index)
+    found = {
+        t: (out[t], chosen[t].long().cpu() if t > 2050 else None) for t in (64, 2047, 2050, 2051, 2055, n_prompt - 1)
+    }
+    for t in range(n_prompt, n_prompt + 5):
+        one, groups = decode(m, [t], n_splits=2, index=index)
+        found[t] = one[0], groups[0].long().cpu()
+        assert torch.equal(decode(m, [n_prompt, t], n_splits=2, index=index)[0][1], one[0])
+    for t, (row, groups) in found.items():
+        assert torch.allclose(row.float().cpu(), attended(m, t, groups), atol=0.004, rtol=TOLERANCE), t
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 
 pytest.importorskip("triton")
-from deltic.runtime.build import build_runner
+from deltic.runtime.build import build_runner, settle
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
+from tests.cpu.test_kv_cache import with_scheme
 from tests.gpu.kv_pages import QUANTISED
 from tests.gpu.test_gpu_drafts import small_checkpoint
 from tests.gpu.test_gpu_engine import HAS_GPU, Entry, answers, prompt, request
@@ -28,16 +30,16 @@ N_PROMPT = 700 if HAS_GPU else 126
 
 
 @cache
-def runner(format: str) -> GpuTextRunner:
+def runner(format: str, kind: str = "dense") -> GpuTextRunner:
     config = EngineConfig(
-        model=str(small_checkpoint("dense")), kv_cache_dtype=format, max_num_seqs=4, max_model_len=1024, max_step_tokens=256,
+        model=str(small_checkpoint(kind)), kv_cache_dtype=format, max_num_seqs=4, max_model_len=1024, max_step_tokens=256,
         n_pages=30, n_checkpoints=6, cache_host_gb=0.05,
     )  # fmt: skip
     return build_runner(config, lambda stage, done: None, Gpu())
 
 
-def alone(format: str, ids: list[int], n_tokens: int = N_TOKENS) -> list[Entry]:
-    engine = Engine(runner(format))
+def alone(format: str, kind: str, ids: list[int], n_tokens: int = N_TOKENS) -> list[Entry]:
+    engine = Engine(runner(format, kind))
     engine.add(request("a", ids, n_tokens))
     return answers(engine)["a/0"]
 
@@ -53,15 +55,24 @@ def apart(found: list[Entry], plain: list[Entry]) -> float:
     return float(torch.tensor(off).square().mean().sqrt())
 
 
+def test_a_checkpoint_that_asks_for_them_has_them_beside_an_index(tmp_path: Path) -> None:
+    path = with_scheme(tmp_path, {"num_bits": 8, "type": "float"}, "flash")
+    model = settle(EngineConfig(model=str(path)), Gpu())
+    assert model.config.kv_cache_dtype == "fp8" and "as the checkpoint says" in model.notices[0]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("format", [FORMATS[0], pytest.param(FORMATS[1], marks=pytest.mark.long)])
-def test_one_answer_on_every_way(format: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [(FORMATS[0], "dense"), pytest.param(FORMATS[1], "dense", marks=pytest.mark.long), (FORMATS[0], "flash")],
+)
+def test_one_answer_on_every_way(format: str, kind: str) -> None:
     """Across a page's end: alone and in company, whole and cut, behind a prefix that was found and cold, and with its pages on the host
     meanwhile. It is that with plain pages, but for what few bits leave out."""
-    inner, ids = runner(format), prompt(5, N_PROMPT)
+    inner, ids = runner(format, kind), prompt(5, N_PROMPT)
     assert inner.info.kv_cache_dtype == format and inner.memory[0].pages.dtype == torch.uint8
-    expected = alone(format, ids)
-    assert 0 < apart(expected[:2], alone("bf16", ids, 2)) < OFF[format]
+    expected = alone(format, kind, ids)
+    assert 0 < apart(expected[:2], alone("bf16", kind, ids, 2)) < OFF[format]
     engine = Engine(inner)
     engine.scheduler.max_step_tokens = 64
     engine.add(request("a", ids, N_TOKENS))

@@ -3,7 +3,8 @@
 A program has one token and the query heads of one key head, as a program of a decode does. It walks over the
 keys that the token reads, in the order of their positions, 64 at a time: the chosen groups, then the tokens
 behind the last whole group. Neighbours choose much alike, and run at the same time: the second-level cache
-has what they share. Where a token's keys lie changes no sum, so neither do cuts and company.
+has what they share. Where a token's keys lie changes no sum, so neither do cuts and company. Quantised pages
+are read from the last tile on, as one split of a decode.
 
 Spec: `attention` of tests/reference/layers.py over the chosen keys.
 """
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
-from deltic.ops.gpu.attention_decode import attended, finish, key_places, read_keys
+from deltic.ops.gpu import kv
+from deltic.ops.gpu.attention_decode import all_attended, attended, finish, key_places, read_keys
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, wait_for_front
+from deltic.ops.gpu.kv import PLAIN
 from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.kv_formats import KvPages
 
@@ -29,7 +32,7 @@ from deltic.ops.kv_formats import KvPages
 def _chosen_kernel(
     p_query, p_pages, p_proj, p_out, p_n, p_position, p_batch_slot, p_table, p_chosen, stride_table, stride_page, scale,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
-    CHOSEN: tl.constexpr, RATIO: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, RATIO: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_front(PDL)
     G: tl.constexpr = NQ // NK
@@ -40,23 +43,32 @@ def _chosen_kernel(
     if (i_t < tl.load(p_n + i_b)) & ((position + 1) // RATIO > CHOSEN):
         p_table += tl.load(p_batch_slot + i_b).to(tl.int64) * stride_table
         p_chosen += row * CHOSEN
-        p_pages += i_kv * (PAGE * D)
         n_keys, _ = read_keys(p_chosen, position, CHOSEN, RATIO)
         o_g, o_d, o_t = tl.arange(0, GROUP), tl.arange(0, D), tl.arange(0, PAGE)
         p_q = p_query + (i_b.to(tl.int64) * NQ + i_kv * G) * (PAGE * D) + i_t * D
         b_q = tl.load(p_q + o_g[:, None] * (PAGE * D) + o_d[None, :], mask=(o_g < G)[:, None], other=0.0)
-        b_qt = tl.trans(b_q)
         b_max = tl.full((GROUP,), float("-inf"), tl.float32)
-        b_sum = tl.zeros((GROUP,), tl.float32)
-        b_o = tl.zeros((D, GROUP), tl.float32)
-        for i_tile in tl.range(0, (n_keys + PAGE - 1) // PAGE, num_stages=STAGES):
-            o_key = i_tile * PAGE + o_t
-            b_there = o_key < n_keys
-            b_place = key_places(p_chosen, p_table, o_key, position, stride_page, D, PAGE, CHOSEN, RATIO)
-            b_k = tl.load(p_pages + b_place[:, None] + o_d[None, :], mask=b_there[:, None], other=0.0)
-            p_values = p_pages + NK * PAGE * D + b_place[None, :]
-            b_v = tl.load(p_values + o_d[:, None], mask=b_there[None, :], other=0.0)
-            b_max, b_sum, b_o = attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_there[:, None], scale)
+        n_tiles = (n_keys + PAGE - 1) // PAGE
+        if KV == PLAIN:
+            p_pages += i_kv * (PAGE * D)
+            b_qt = tl.trans(b_q)
+            b_sum = tl.zeros((GROUP,), tl.float32)
+            b_o = tl.zeros((D, GROUP), tl.float32)
+            for i_tile in tl.range(0, n_tiles, num_stages=STAGES):
+                o_key = i_tile * PAGE + o_t
+                b_there = o_key < n_keys
+                b_page, b_at = key_places(p_chosen, p_table, o_key, position, PAGE, CHOSEN, RATIO)
+                b_place = b_page * stride_page + b_at * D
+                b_k = tl.load(p_pages + b_place[:, None] + o_d[None, :], mask=b_there[:, None], other=0.0)
+                p_values = p_pages + NK * PAGE * D + b_place[None, :]
+                b_v = tl.load(p_values + o_d[:, None], mask=b_there[None, :], other=0.0)
+                b_max, b_sum, b_o = attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_there[:, None], scale)
+        else:  # all keys are old ones, in one split
+            b_none = tl.zeros((D,), tl.float32)
+            b_max, b_sum, b_o = all_attended(
+                p_chosen, p_table, p_pages, stride_page, None, 0, n_tiles - 1, position, n_keys, i_kv, b_q, b_max,
+                b_none, scale, n_tiles, 1, None, None, G, NK, D, GROUP, PAGE, KV, STAGES, CHOSEN, RATIO,
+            )
         b_gate = tl.full((GROUP, D), 1.0, tl.float32)
         if GATED:
             p_gate = p_proj + row * ROW + (NQ + i_kv * G) * D + o_g[:, None] * D + o_d[None, :]
@@ -76,18 +88,19 @@ def attention_chosen(
     """out[t] of the tokens of `blocks` that choose, by cache.chosen; other rows of out are left as they are.
 
     proj: bfloat16 [T, heads.row], of which gates are read; query: bfloat16 [blocks, nq, 64, d], normed and
-    rotated; cache: plain pages, which hold the tokens' own keys and values, too; out: bfloat16 [T, nq d].
+    rotated, float16 beside quantised pages; cache: pages, which hold the tokens' own keys and values, too;
+    out: bfloat16 [T, nq d].
     Raises KernelError where these do not fit.
     """
     chosen, pages = cache.chosen, cache.data
     n_tokens, group = BLOCK * len(blocks.n), heads.n_q // heads.n_kv
-    fits = cache.format.is_plain and cache.ratio > 0 and PAGE_SIZE % cache.ratio == 0
-    check("attention_chosen", fits and len(chosen) >= n_tokens, "plain pages, and chosen groups of each token")
+    fits = cache.ratio > 0 and PAGE_SIZE % cache.ratio == 0 and len(chosen) >= n_tokens
+    check("attention_chosen", fits, "chosen groups of each token")
     check("attention_chosen", group <= 16 and out.is_contiguous(), "at most 16 query heads a key head")
     launch(
         _chosen_kernel, (n_tokens, heads.n_kv), query, pages, proj, out, blocks.n, blocks.position, blocks.batch_slot,
         cache.table, chosen, cache.table.stride(0), pages.stride(0), heads.dim**-0.5 * 1.4426950408889634, NQ=heads.n_q,
         NK=heads.n_kv, D=heads.dim, GROUP=max(8, next_power_of_2(group)), PAGE=PAGE_SIZE, GATED=heads.is_gated,
-        CHOSEN=chosen.shape[1], RATIO=cache.ratio, STAGES=chip().stages(4 * PAGE_SIZE * heads.dim, 2, beside=13 << 10),
-        num_warps=4, num_stages=1,
+        CHOSEN=chosen.shape[1], RATIO=cache.ratio, KV=kv.constant(cache.format), num_warps=4, num_stages=1,
+        STAGES=chip().stages(PAGE_SIZE * cache.format.head_bytes(heads.dim), 2, beside=13 << 10),
     )

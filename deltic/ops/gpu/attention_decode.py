@@ -286,12 +286,13 @@ def _nothing(ROWS: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr):
 
 
 @triton.jit
-def _all_attended(
-    p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_new_max, b_new_v, scale,
-    split_tiles, n_splits, p_output, p_weight, G: tl.constexpr,
-    NK: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr,
+def all_attended(
+    p_chosen, p_table, p_pages, stride_page, page, first, last, position, n_old, i_kv, b_q, b_new_max, b_new_v, scale,
+    split_tiles, n_splits, p_output, p_weight, G: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, RATIO: tl.constexpr,
 ):
     """Splits of quantised pages -> maximum, sum and output of a row's only one; of several, records.
+    n_old: keys beside the new token's. page: of the last tile, where nothing is chosen.
     b_new_max [GROUP], b_new_v [D]: the new token's score and value; in splits without it -inf and 0.
     """
     WIDTH: tl.constexpr = kv.value_width(KV, D)
@@ -305,32 +306,44 @@ def _all_attended(
     b_sum = tl.zeros((PAGE, GROUP), tl.float32)
     b_least = tl.zeros((PAGE, GROUP), tl.float32)
     outputs = _nothing(WIDTH // 2, GROUP, KV)
-    # scales are asked for a tile ahead. Of the first tile alone keys may not be there
-    p_page = p_pages + page.to(tl.int64) * stride_page
-    floats = kv.load_floats(p_page, i_kv, o_t, last * PAGE + o_t < position, KV, NK, D)
-    for i in tl.range(0, last - first + 1, num_stages=STAGES):
-        b_old = (last - i) * PAGE + o_t < position
+    # scales in whole pages are asked for a tile ahead. Of the first tile alone keys may not be there
+    if p_chosen is None:
         p_page = p_pages + page.to(tl.int64) * stride_page
+        floats = kv.load_floats(p_page, i_kv, o_t, last * PAGE + o_t < n_old, KV, NK, D)
+    for i in tl.range(0, last - first + 1, num_stages=STAGES):
+        b_old = (last - i) * PAGE + o_t < n_old
+        if p_chosen is None:
+            p_page, o_at = p_pages + page.to(tl.int64) * stride_page, o_t
+            p_value_page, o_value_at = p_page, o_vt
+        else:
+            o_key = (last - i) * PAGE + tl.arange(0, PAGE)
+            b_page, b_at = key_places(p_chosen, p_table, o_key, position, PAGE, CHOSEN, RATIO)
+            p_page, o_at = p_pages + b_page[:, None] * stride_page, b_at[:, None]
+            p_value_page, o_value_at = p_pages + b_page[None, :] * stride_page, b_at[None, :]
+            floats = kv.load_floats(p_page, i_kv, o_at, b_old, KV, NK, D)
         # what is no key's may be anything: its score is not looked at, and its value times 0 is 0 but for NaN
-        b_k = tl.load(kv.pairs_at(kv.keys_at(p_page, i_kv, KV, NK, D), o_t, o_k, D))
-        p_values = kv.pairs_at(kv.values_at(p_page, i_kv, KV, NK, D), o_vt, o_v, WIDTH)
+        b_k = tl.load(kv.pairs_at(kv.keys_at(p_page, i_kv, KV, NK, D), o_at, o_k, D))
+        p_values = kv.pairs_at(kv.values_at(p_value_page, i_kv, KV, NK, D), o_value_at, o_v, WIDTH)
         if KV == FP8:
-            b_v = tl.load(p_values, mask=(last - i) * PAGE + o_vt < position, other=0)
+            b_v = tl.load(p_values, mask=(last - i) * PAGE + o_vt < n_old, other=0)
         else:
             b_v = tl.load(p_values)
-        page = tl.load(p_table + tl.maximum(last - i - 1, first))
-        next_floats = kv.load_floats(p_pages + page.to(tl.int64) * stride_page, i_kv, o_t, o_t >= 0, KV, NK, D)
+        if p_chosen is None:
+            page = tl.load(p_table + tl.maximum(last - i - 1, first))
+            next_floats = kv.load_floats(p_pages + page.to(tl.int64) * stride_page, i_kv, o_t, o_t >= 0, KV, NK, D)
         b_max, b_sum, b_least, outputs = _attended_codes(
             b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs, b_old, scale, KV
         )
-        floats = next_floats
-        if (n_splits > 1) & ((last - i) % split_tiles == 0):
-            b_whole, b_o = _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV)
-            record(p_output, p_weight, (last - i) // split_tiles, b_max, b_whole, b_o, G, GROUP, D)
-            b_new_max = tl.full((GROUP,), float("-inf"), tl.float32)
-            b_new_v = tl.zeros((D,), tl.float32)
-            b_max, b_sum, b_least = b_new_max, tl.zeros((PAGE, GROUP), tl.float32), tl.zeros((PAGE, GROUP), tl.float32)
-            outputs = _nothing(WIDTH // 2, GROUP, KV)
+        if p_chosen is None:
+            floats = next_floats
+        if p_output is not None:  # noqa: SIM102
+            if (n_splits > 1) & ((last - i) % split_tiles == 0):
+                b_whole, b_o = _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV)
+                record(p_output, p_weight, (last - i) // split_tiles, b_max, b_whole, b_o, G, GROUP, D)
+                b_new_max = tl.full((GROUP,), float("-inf"), tl.float32)
+                b_new_v = tl.zeros((D,), tl.float32)
+                b_max, b_sum = b_new_max, tl.zeros((PAGE, GROUP), tl.float32)
+                b_least, outputs = tl.zeros((PAGE, GROUP), tl.float32), _nothing(WIDTH // 2, GROUP, KV)
     b_whole, b_o = _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV)
     return b_max, b_whole, b_o
 
@@ -470,17 +483,14 @@ def read_keys(p_chosen, position, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
 
 
 @triton.jit
-def key_places(
-    p_chosen, p_table, o_key, position, stride_page, D: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
-    RATIO: tl.constexpr,
-):
-    """int64: where the o_key-th of these keys lies in plain pages, before a page's other heads and values."""
+def key_places(p_chosen, p_table, o_key, position, PAGE: tl.constexpr, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
+    """Pages of the o_key-th of these keys, int64, and their places there."""
     n_groups, i = (position + 1) // RATIO, o_key // RATIO
     is_chosen = (n_groups > CHOSEN) & (i < CHOSEN)
     b_group = tl.load(p_chosen + i, mask=is_chosen, other=0)
     b_group = tl.where(is_chosen, b_group, tl.where(n_groups > CHOSEN, n_groups, i))
     b_token = tl.minimum(b_group * RATIO + o_key % RATIO, position)
-    return tl.load(p_table + b_token // PAGE).to(tl.int64) * stride_page + b_token % PAGE * D
+    return tl.load(p_table + b_token // PAGE).to(tl.int64), b_token % PAGE
 
 
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
@@ -604,9 +614,8 @@ def _attention_decode_kernel(
                     b_k = tl.load(p_page + o_t[:, None] * D + o_d[None, :], mask=b_old, other=0.0)
                     b_v = tl.load(p_page + NK * PAGE * D + o_t[None, :] * D + o_d[:, None], mask=b_old_v, other=0.0)
                 else:
-                    b_place = key_places(
-                        p_chosen, p_table, i_tile * PAGE + o_t, position, stride_page, D, PAGE, CHOSEN, RATIO
-                    )
+                    b_page, b_at = key_places(p_chosen, p_table, i_tile * PAGE + o_t, position, PAGE, CHOSEN, RATIO)
+                    b_place = b_page * stride_page + b_at * D
                     b_k = tl.load(p_pages + b_place[:, None] + o_d[None, :], mask=b_old, other=0.0)
                     p_values = p_pages + NK * PAGE * D + b_place[None, :]
                     b_v = tl.load(p_values + o_d[:, None], mask=b_old_v, other=0.0)
@@ -616,9 +625,9 @@ def _attention_decode_kernel(
                     b_max = tl.full((GROUP,), float("-inf"), tl.float32)
                     b_sum, b_o = tl.zeros((GROUP,), tl.float32), tl.zeros((D, GROUP), tl.float32)
         else:
-            b_max, b_sum, b_o = _all_attended(
-                p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_max, b_new_v, scale,
-                split_tiles, n_splits, p_output, p_weight, G, NK, D, GROUP, PAGE, KV, STAGES,
+            b_max, b_sum, b_o = all_attended(
+                p_chosen, p_table, p_pages, stride_page, page, first, last, position, n_old, i_kv, b_q, b_max, b_new_v,
+                scale, split_tiles, n_splits, p_output, p_weight, G, NK, D, GROUP, PAGE, KV, STAGES, CHOSEN, RATIO,
             )
 
         if n_splits == 1:
@@ -682,8 +691,8 @@ def attention_decode(
     [N, nq d], and as `round_rows` rounds it, where that is asked for. max_len: no row has more keys. Query
     head j reads key head j // (nq/nk).
 
-    cache.chosen: what rows with more whole groups read (ops/gpu/index.py), of plain pages; all others have
-    the bits that they have without.
+    cache.chosen: what rows with more whole groups read (ops/gpu/index.py); all others have the bits that they
+    have without.
 
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output; of
     quantised pages weights are rounded to float16. No row
@@ -714,7 +723,7 @@ def attention_decode(
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
     chosen, drafts = cache.chosen, rows.drafts
     if chosen is not None:
-        expect(format.is_plain and chosen.dtype == torch.int32 and chosen.is_contiguous(), "plain pages, int32 chosen")
+        expect(chosen.dtype == torch.int32 and chosen.is_contiguous(), "int32 chosen")
         if drafts is not None:  # a row may read keys of those in front of it in any of its splits
             keys_decode(proj, heads, weights, rows=rows, cache=cache)
             drafts = None

@@ -20,7 +20,7 @@ from deltic.engine.step import Progress, silent
 from deltic.models.dflash.gpu import check_drafter_gpu
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.dflash.weights import DrafterWeights
-from deltic.models.fields import CheckpointError, UnsupportedModelError, at_most, multiple, one_of, refuse_limits
+from deltic.models.fields import CheckpointError, at_most, multiple, one_of, refuse_limits
 from deltic.models.files import PACKED
 from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.adapters import Adapter
@@ -146,10 +146,6 @@ class TextOnGpu(OnGpu, TextKind):
         if shape.index is not None:
             refuse_limits([one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])
             refuse_limits([one_of("indexer_n_heads", shape.index.n_q, 1, 2, 4, 8, 16)])
-            if not shape.kv_format.is_plain:
-                raise UnsupportedModelError(
-                    "--kv-cache-dtype", shape.kv_cache_dtype, "bf16, where an index chooses keys"
-                )
 
     def check_tower(self, tower: VisionShape) -> None:
         check_vision_gpu(tower)
