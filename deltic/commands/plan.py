@@ -132,13 +132,17 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     decoders_gb = plan.decoders_bytes / 1e9
     if decoders_gb:
         console.print(f"Decoders of pictures may take up to {decoders_gb:.1f} GB of the host's memory more.")
-    if isinstance(model, TextModel) and (table_bytes := model.ngram_table_bytes()):
-        where = "stays in its files", "Memory that nothing else takes keeps what was read."
+    table_bytes = model.ngram_table_bytes(in_memory=on_gpu) if isinstance(model, TextModel) else 0
+    if table_bytes:
+        where = "stays in its files", " Memory that nothing else takes keeps what was read."
         if on_gpu:
-            table_bytes = model.ngram_table_bytes(in_memory=True)
-            where = "is copied to the host's memory, once for all GPUs", "It must fit there beside the host tier."
+            where = "is copied to the host's memory, once for all GPUs", ""
         n_rows = f"a token reads {plan.shape.ngrams.n_heads} rows of it"
-        console.print(f"The table of n-grams, {table_bytes / 1e9:.1f} GB, {where[0]}: {n_rows}. {where[1]}")
+        console.print(f"The table of n-grams, {table_bytes / 1e9:.1f} GB, {where[0]}: {n_rows}.{where[1]}")
+    if on_gpu and (read_bytes := table_bytes + plan.table_bytes + plan.outside_bytes):
+        console.print(
+            f"{read_bytes / 1e9:.1f} GB of the host's memory must be free for what GPUs read there, beside the host tier."
+        )
     console.print(_fit_table(plan))
     if config.lora and not plan.speaks:
         for name, adapter in given_adapters(config, whole(plan.shape, plan.cuts)).items():

@@ -51,16 +51,17 @@ def refuse_little_memory(plan: Plan[S]) -> None:
     """Raises ConfigError where the host's memory does not hold what GPUs read there."""
     needed, free = _pinned_bytes(plan), free_memory_bytes()
     if needed > free:
-        parts = {"the table of n-grams": plan.ngram_bytes, "experts": plan.n_expert_slots}
+        sizes = plan.ngram_bytes, plan.table_bytes, plan.n_expert_slots
+        parts = zip(("the table of n-grams", "the embedding", "experts"), sizes, strict=True)
         raise ConfigError(
-            f"GPUs read {' and '.join(name for name, n in parts.items() if n)} in the host's memory, {needed / 1e9:.1f} GB, and "
+            f"GPUs read {' and '.join(name for name, n in parts if n)} in the host's memory, {needed / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB are free{memory_bound()}; take --device cpu, which reads files, or a machine with more memory"
         )
 
 
 def _pinned_bytes(plan: Plan[S]) -> int:
-    """Bytes of the host's memory that GPUs read by its address: the table of n-grams, and experts."""
-    return plan.ngram_bytes + (plan.outside_bytes if plan.n_expert_slots else 0)
+    """Bytes of the host's memory that GPUs read by its address: the tables, and experts."""
+    return plan.ngram_bytes + plan.table_bytes + (plan.outside_bytes if plan.n_expert_slots else 0)
 
 
 def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> tuple[Plan[S], Plan[S]]:

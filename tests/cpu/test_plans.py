@@ -87,7 +87,7 @@ def test_decoders_of_pictures_have_room_before_the_cache(monkeypatch: pytest.Mon
     assert plan(Cpu.text, 18, max_model_len=262144).budget_bytes > roomy.budget_bytes + 10**9
 
 
-def test_an_embedding_goes_to_the_host_before_anything_is_halved() -> None:
+def test_an_embedding_goes_to_the_host_before_anything_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU is small; a step reads single rows of it. A head that is the embedding is read whole."""
 
     def plan(name: str, gigabytes: float, **settings: Any) -> TextPlan:
@@ -102,6 +102,10 @@ def test_an_embedding_goes_to_the_host_before_anything_is_halved() -> None:
     small = plan("qwen3.5-27b", 61, max_model_len=65536)
     assert small.max_num_seqs < 8 and small.max_step_tokens == 1024, "sequences go below 8 before a context is refused"
     assert plan("qwen3.5-0.8b", 5).max_num_seqs < 128 and not plan("qwen3.5-0.8b", 5).table_bytes
+    monkeypatch.setattr(planner, "free_memory_bytes", lambda: 10**9)
+    planner.refuse_little_memory(wide)
+    with pytest.raises(ConfigError, match=r"GPUs read the embedding in the host's memory, 2.5 GB, and 1.0 GB are free"):
+        planner.refuse_little_memory(tight)
 
 
 def test_the_table_of_n_grams_is_planned_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

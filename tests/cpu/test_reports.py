@@ -66,6 +66,10 @@ def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
     assert "Decoders of pictures" not in report
     sees = EngineConfig(dummy="qwen3.5-0.8b", device="cuda", memory_gb=20.0, max_picture_tokens=1024)
     assert "Decoders of pictures may take up to 6.4 GB of the host's memory more." in words(fit.report(sees))
+    assert "must be free for what GPUs read there" not in report
+    large = words(fit.report(EngineConfig(dummy="qwen3.8-flash-next", device="cuda", memory_gb=40.0)))
+    assert "experts 241.592" in large and "The table of n-grams, 102.4 GB, is copied" in large
+    assert "345.3 GB of the host's memory must be free for what GPUs read there, beside the host tier." in large
 
 
 def test_a_plan_says_what_stays_on_the_disk(tmp_path: Path) -> None:
