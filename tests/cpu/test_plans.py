@@ -102,10 +102,10 @@ def test_an_embedding_goes_to_the_host_before_anything_is_halved(monkeypatch: py
     small = plan("qwen3.5-27b", 61, max_model_len=65536)
     assert small.max_num_seqs < 8 and small.max_step_tokens == 1024, "sequences go below 8 before a context is refused"
     assert plan("qwen3.5-0.8b", 5).max_num_seqs < 128 and not plan("qwen3.5-0.8b", 5).table_bytes
-    monkeypatch.setattr(planner, "free_memory_bytes", lambda: 10**9)
-    planner.refuse_little_memory(wide)
+    monkeypatch.setattr(fit, "free_memory_bytes", lambda: 10**9)
+    fit.refuse_little_memory(wide)
     with pytest.raises(ConfigError, match=r"GPUs read the embedding in the host's memory, 2.5 GB, and 1.0 GB are free"):
-        planner.refuse_little_memory(tight)
+        fit.refuse_little_memory(tight)
 
 
 def test_the_table_of_n_grams_is_planned_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

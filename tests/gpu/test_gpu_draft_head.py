@@ -20,7 +20,7 @@ from deltic.ops.geometry import PAGE_SIZE
 from tests.cpu.test_reference import prompt
 from tests.heads import KINDS, kept, loaded, run, sequence
 from tests.reference.layers import linear, rms_norm
-from tests.reference.model import draft_states, hidden_states
+from tests.reference.model import draft_states, draft_trunk, hidden_states, trunk
 from tests.tiny import tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_gguf import tiny_gguf
@@ -38,7 +38,9 @@ from tests.gpu.test_gpu_drafts import MAX_DRAFTS, build, small_checkpoint
 def fresh(kind: str = "dense") -> GpuTextRunner:
     """The runner, with nothing in its pages that anything may be mistaken for."""
     runner = build(kind)
-    runner.memory[0].pages.fill_(float("nan"))
+    for pages in (runner.memory[0].pages, runner.memory[0].index):
+        if pages is not None:
+            pages.fill_(float("nan"))
     return runner
 
 
@@ -51,7 +53,7 @@ def drafted(runner: GpuTextRunner, of: Sequence, drafts: list[int], n_guesses: i
     return result.guesses[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "flash"])
 def test_guesses_are_those_of_the_reference(kind: str) -> None:
     """Each from the head's own state of the one before; behind a prefill, a decode and a draft."""
     weights, shape = loaded(small_checkpoint(kind))
@@ -63,11 +65,13 @@ def test_guesses_are_those_of_the_reference(kind: str) -> None:
     known, tokens = list(of.tokens[1:]), list(of.tokens[:-1])
     expected = {}
     for dtype in ("bfloat16", "float32"):
-        hidden = hidden_states(weights, shape, tokens, dtype)
+        hidden = (hidden_states if shape.n_streams == 1 else trunk)(weights, shape, tokens, dtype)
         for i in range(n_wanted):
-            states = draft_states(weights, shape, hidden, [*known, *guesses[:i]], dtype)
+            next_ids = [*known, *guesses[:i]]
+            states = draft_states(weights, shape, hidden, next_ids, dtype)
             expected[dtype] = logits = linear(states[-1:], weights.lm_head, dtype)[0, :N_REAL_VOCAB].float()
-            hidden = torch.cat([hidden, states[-1:]])
+            own = states if shape.n_streams == 1 else draft_trunk(weights, shape, hidden, next_ids, dtype)
+            hidden = torch.cat([hidden, own[-1:]])
             if dtype == "bfloat16":
                 assert logits.max() - logits[guesses[i]] < 0.05  # of magnitude 4; near-ties may fall either way
     found = runner.workspace.decode.logits[:N_REAL_VOCAB].cpu()
@@ -81,19 +85,29 @@ def decode_all(runner: GpuTextRunner, of: Sequence, n: int) -> None:
         run(runner, of, 1, len(of.tokens) % 3)
 
 
+def index_of(runner: GpuTextRunner, of: Sequence, n: int) -> Tensor:
+    """Bits of the head's keys in the index for the first n tokens, and of their groups, if it has one."""
+    index = runner.memory[0].index
+    if index is None:
+        return torch.empty(0)
+    rows = index[of.pages, -1].view(torch.int16).cpu()
+    return torch.cat([rows[:, :PAGE_SIZE].flatten(0, 1)[:n], rows[:, PAGE_SIZE:].flatten(0, 1)[: n // 4]])
+
+
 @pytest.mark.long
-def test_its_keys_and_values_are_the_same_on_every_way() -> None:
+@pytest.mark.parametrize("kind", ["dense", pytest.param("flash", marks=pytest.mark.long)])
+def test_its_keys_and_values_are_the_same_on_every_way(kind: str) -> None:
     """In one chunk and in several, with guesses, without, behind drafts, beside others, from a prefix and computed again: bit for bit.
 
     So what guesses and rejected rows have left in the pages is written over."""
     ids, n = prompt(90), 104
-    run(runner := fresh(), of := sequence(ids), len(ids))
+    run(runner := fresh(kind), of := sequence(ids), len(ids))
     decode_all(runner, of, n)
-    truth, tokens = kept(runner, of, n), list(of.tokens)
+    truth, tokens, keys = kept(runner, of, n), list(of.tokens), index_of(runner, of, n)
     values = torch.from_numpy(truth.astype(np.int32) << 16).view(torch.float32)
     assert values.isfinite().all() and len(set(truth[0, 0, :, 0].tolist())) > 80
 
-    run(runner := fresh(), chunks := sequence(ids), 64, draws=False)
+    run(runner := fresh(kind), chunks := sequence(ids), 64, draws=False)
     run(runner, chunks, len(ids) - 64)
     for i, step in enumerate((3, 2, 4, 1, 3, 0)):  # tokens of a draft; every other one is wrong from some batch slot on
         at = len(chunks.tokens)
@@ -104,6 +118,7 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
         assert len(guesses) == i % 3
     assert list(chunks.tokens[: n + 1]) == tokens and len(chunks.tokens) > n + 1
     np.testing.assert_array_equal(kept(runner, chunks, n), truth)
+    assert torch.equal(index_of(runner, chunks, n), keys)
 
     again = sequence(tokens[:n], batch_slot=1, n_prompt=len(ids))  # its memory was lost: nothing is drawn
     again.pages[0] = chunks.pages[0]  # but for a page that the tree had
@@ -119,6 +134,7 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
         again.n_computed += 1
         beside.n_computed += 1
     np.testing.assert_array_equal(kept(runner, again, n - 1), truth[:, :, : n - 1])
+    assert torch.equal(index_of(runner, again, n - 1), torch.cat([keys[: n - 1], keys[n : n + (n - 1) // 4]]))
 
 
 def test_guesses_end_where_pages_end() -> None:
@@ -166,13 +182,14 @@ def test_what_draws_a_token_draws_a_guess() -> None:
     assert len(seeds) == 3
 
 
-def test_a_prompts_log_probabilities_are_those_without_a_head() -> None:
+@pytest.mark.parametrize("kind", ["dense", "flash"])
+def test_a_prompts_log_probabilities_are_those_without_a_head(kind: str) -> None:
     """Which has used the buffers of the forward by then."""
     found = []
     for max_drafts in (0, MAX_DRAFTS):
         of = sequence(prompt(20), prompt_logprobs=2)
         chunk = Chunk(of, 0, 20, prompt_logprobs=True)
-        found.append(build("dense", max_drafts).step(Step([chunk], [Draw(0, of)], runs_ahead=False)))
+        found.append(build(kind, max_drafts).step(Step([chunk], [Draw(0, of)], runs_ahead=False)))
     assert found[0].prompt_logprobs == found[1].prompt_logprobs and len(found[0].prompt_logprobs[0]) == 19
     assert found[0].tokens == found[1].tokens
 
@@ -201,7 +218,7 @@ def test_quantised_heads(stored: str) -> None:
     assert logits.isfinite().all() and logits.std() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("next", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["dense", "flash", pytest.param("next", marks=pytest.mark.long)])
 def test_its_own_guesses_change_no_answer(kind: str) -> None:
     """With the depth that the engine chooses."""
     answers = []
@@ -291,20 +308,31 @@ def test_ids_behind_a_prompt(device: str) -> None:
         follow(next_ids[:60], token, token)
 
 
-@pytest.mark.parametrize(("n", "width"), [(1, 64), (5, 1024), (3, 1600)])
-def test_pairs(n: int, width: int, device: str) -> None:
-    """The reference, and the bits of the norm of a layer."""
+@pytest.mark.parametrize(
+    ("n", "width", "n_streams"), [(1, 64, 1), (5, 1024, 1), (3, 1600, 1), (3, 64, 4), (2, 1600, 2)]
+)
+def test_pairs(n: int, width: int, n_streams: int, device: str) -> None:
+    """The reference; of one stream the bits of the norm of a layer."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
-    x, hidden, w_x, w_hidden = random(n, width), random(n, width).bfloat16(), random(width) / 9, random(width) / 9
-    residual, out = x.clone().to(device), torch.full((n, 2 * width), float("nan"), dtype=torch.bfloat16, device=device)
-    draft_pair(residual, hidden.to(device), w_x.to(device), w_hidden.to(device), 1e-6, out)
-    expected = torch.cat([rms_norm(x, w_x, 1e-6), rms_norm(hidden.float(), w_hidden, 1e-6)], -1)
-    torch.testing.assert_close(out.float().cpu(), expected, rtol=0.01, atol=1e-3)
+    s, whole = n_streams, n_streams * width
+    x, hidden, w_x, w_hidden = random(n, width), random(n, whole), random(width) / 9, random(whole) / 9
+    out = torch.full((n * s, 2 * width), float("nan"), dtype=torch.bfloat16, device=device)
+    embedded = x.clone().to(device)
+    residual = embedded if s == 1 else torch.ones(n * s, width, device=device)
+    norms = w_x.to(device), w_hidden.to(device)
+    draft_pair(embedded, hidden.to(device), *norms, 1e-6, out, residual)
     assert (residual == 0).all()
+    again, hidden = torch.empty_like(out), hidden.bfloat16()
+    draft_pair(x.to(device), hidden.to(device), *norms, 1e-6, again)
+    assert torch.equal(again, out)
+    parts = rms_norm(x, w_x, 1e-6).repeat_interleave(s, 0), rms_norm(hidden.float(), w_hidden, 1e-6).view(n * s, width)
+    torch.testing.assert_close(out.float().cpu(), torch.cat(parts, -1), rtol=0.01, atol=1e-3)
+    if s > 1:
+        return
     for half, w in ((x.to(device), w_x), (hidden.float().to(device), w_hidden)):
         one = torch.empty((n, width), dtype=torch.bfloat16, device=device)
         add_norm(half, None, w.to(device), 1e-6, one)

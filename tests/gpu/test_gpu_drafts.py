@@ -109,6 +109,7 @@ def drafted(
     [
         pytest.param("dense", 131, SIZES, marks=pytest.mark.long),
         ("next", 7, SIZES if HAS_GPU else FEW),
+        pytest.param("flash", 7, SIZES if HAS_GPU else FEW, marks=pytest.mark.long),
         pytest.param("dense, bfloat16 states", 7, SIZES if HAS_GPU else FEW, marks=pytest.mark.long),
     ],
 )

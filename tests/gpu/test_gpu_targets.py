@@ -62,6 +62,8 @@ MODELS = (
 )
 SEEING = ("dense", "flash", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 TEXTS = ("dense", "moe", "next", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+STREAMS = ("flash", "qwen3.8-flash-next")
+"""Models of several residual streams, whose keys an index chooses, also where they are quantised."""
 WITH_DRAFTS = {"_begin_decode_kernel", "_gdn_drafts_kernel", "_attention_decode_kernel", "scan"}
 WITH_DRAFTS |= {"_begin_guess_kernel", "_go_on_kernel", "_follow_kernel", "_pair_kernel", "_keys_decode_kernel"}
 WITH_DRAFTS |= {"_prepare_kernel"}
@@ -70,7 +72,7 @@ OF_PICTURES = {"_patches_kernel", "_positions_kernel", "_layer_norm_kernel", "_k
 WITH_PICTURES = OF_PICTURES | {"_embed_kernel", "_prepare_kernel", "_begin_decode_kernel", "_attention_decode_kernel"}
 WITH_PICTURES |= {"_wide_kernel"}
 """The same where prompts may have pictures."""
-OF_KEYS = {"_attention_decode_kernel", "_keys_decode_kernel", "_prepare_kernel", "_flash_kernel"}
+OF_KEYS = {"_attention_decode_kernel", "_keys_decode_kernel", "_prepare_kernel", "_flash_kernel", "_chosen_kernel"}
 """Those that write or read keys and values, of another variant for each format."""
 KV_DTYPES = ("fp8", "turboquant_k8v4")
 WITH_ADAPTERS = {
@@ -294,13 +296,14 @@ def _sums_of_ranks(meet_in_host: bool) -> list[Any]:
 
 
 def _some(jobs: list[Any]) -> list[Any]:
-    """One variant of each kernel, and of each end of a product."""
+    """One variant of each kernel, of each end of a product, and of attention over all keys and chosen ones."""
     found = {}
     for job in jobs:
         said = json.loads(job.specialisation)
         constants = dict(zip((i for (i,) in said["constant_keys"]), said["constant_vals"], strict=True))
-        end = list(said["signature"]).index("EPILOGUE") if "EPILOGUE" in said["signature"] else -1
-        found[job.name, constants.get(end)] = job
+        names = list(said["signature"])
+        which = (constants.get(names.index(name)) for name in ("EPILOGUE", "CHOSEN") if name in names)
+        found[job.name, *which] = job
     return list(found.values())
 
 
@@ -327,10 +330,11 @@ def _compile(name: str) -> list[Compiled]:
     fix_keys()
     walks = product(IN_FORMATS, WEIGHT_FORMATS) if IS_FULL else product(["moe"], FEW_FORMATS)
     jobs = [job for walk in [*product(MODELS if IS_FULL else TINY), *walks] for job in _jobs(*walk)]
-    of_drafts = [job for model in (TEXTS if IS_FULL else TINY[:1]) for job in _jobs(model, max_drafts=4)]
+    heads = (*TEXTS, *STREAMS) if IS_FULL else (TINY[0], *STREAMS[:1])
+    of_drafts = [job for model in heads for job in _jobs(model, max_drafts=4)]
     jobs = list(dict.fromkeys(jobs) if IS_FULL else {job.name: job for job in jobs}.values())
     of_drafts = [job for job in dict.fromkeys(of_drafts) if job.name in WITH_DRAFTS and job not in jobs]
-    jobs += of_drafts if IS_FULL else {job.name: job for job in of_drafts}.values()
+    jobs += of_drafts if IS_FULL else _some(of_drafts)
     assert {job.name for job in of_drafts} == WITH_DRAFTS
     of_pictures = [
         job for model in (SEEING if IS_FULL else ("qwen3.5-27b",)) for job in _jobs(model, has_pictures=True)
@@ -339,13 +343,12 @@ def _compile(name: str) -> list[Compiled]:
     assert {job.name for job in of_pictures} == WITH_PICTURES
     jobs += of_pictures if IS_FULL else _some(of_pictures)
     for kv_dtype in KV_DTYPES if IS_FULL else KV_DTYPES[:1]:
-        models = TEXTS if IS_FULL else TINY[:1]
         of_keys = [
-            job for m in models for n in (0, 4)[not IS_FULL :] for job in _jobs(m, max_drafts=n, kv_dtype=kv_dtype)
+            job for m in heads for n in (0, 4)[not IS_FULL :] for job in _jobs(m, max_drafts=n, kv_dtype=kv_dtype)
         ]
         of_keys = [job for job in dict.fromkeys(of_keys) if job.name in OF_KEYS and job not in jobs]
         assert {job.name for job in of_keys} == OF_KEYS
-        jobs += of_keys if IS_FULL else {job.name: job for job in of_keys}.values()
+        jobs += of_keys if IS_FULL else _some(of_keys)
     of_adapters = [job for model in (TEXTS if IS_FULL else TINY[1:2]) for job in _jobs(model, has_adapters=True)]
     of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
     assert {job.name for job in of_adapters} == WITH_ADAPTERS

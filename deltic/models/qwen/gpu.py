@@ -318,19 +318,33 @@ class QwenGpu:
             return shard.linears.partial(name, made.rows, flat, made.codes, who)
         chosen = None
         if layer.indexer is not None:
-            assert b.index is not None and of.index is not None and shape.index is not None
+            assert of.index is not None
             proj = shard.linears.partial(f"layers.{i}.indexer.proj", normed.rows, b.proj, normed.codes)
-            pages, w = IndexPages(of.index[:, nth], batch.page_table), self._index(layer)
-            begun = Axes(batch.group_begun, shape.mrope_section or ())
-            chosen = index_decode(
-                proj, shape.index, w, rows=rows, pages=pages, scratch=b.index, max_len=max_len, begun=begun
-            )
+            chosen = self._choose(layer, proj, rows, batch, b, of.index[:, nth], max_len)
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         name, mixed = f"layers.{i}.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
         made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
         w, cache = self._attention(layer), self._cache(of, nth, batch.page_table, chosen)
         attention_decode(proj, self.heads, w, rows=rows, cache=cache, scratch=b.attention, max_len=max_len, out=made)
         return shard.linears.partial(name, made.rows, flat, made.codes, who)
+
+    def _choose(
+        self,
+        layer: AttnLayer,
+        proj: Tensor,
+        rows: Rows,
+        batch: BatchState,
+        b: DecodeBuffers,
+        keys: Tensor,
+        max_len: int,
+    ) -> Tensor:
+        """Groups that rows of a decode choose among at most max_len keys of the index; of 0 it gets their own
+        alone.
+        """
+        shape, pages = self.shape, IndexPages(keys, batch.page_table)
+        assert b.index is not None and shape.index is not None
+        begun, w = Axes(batch.group_begun, shape.mrope_section or ()), self._index(layer)
+        return index_decode(proj, shape.index, w, rows=rows, pages=pages, scratch=b.index, max_len=max_len, begun=begun)
 
     def _decode_mlp(self, i: int, normed: Operand, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
         """The same of its feed-forward."""
@@ -373,24 +387,44 @@ class QwenGpu:
         assert self.weights.draft_head is not None
         return self.weights.draft_head
 
-    def _draft_projection(self, n: int, drawn: Tensor | None, b: DecodeBuffers, g: HeadBuffers) -> Tensor:
-        """The head's rows up to q, gates, k and v, float32 [S, n, row]. drawn: of the step, int32 [N]; None:
-        the rows are those behind the latest guesses.
+    def _draft_rows(self, n: int, drawn: Tensor | None, b: DecodeBuffers, g: HeadBuffers) -> Tensor:
+        """Rows that the head's layer reads, bfloat16 [n, H]. drawn: of the step, int32 [N]; None: they are
+        those behind the latest guesses.
         """
-        head, h, eps = self._head, self.shape.hidden_size, self.shape.rms_norm_eps
-        rows, guesses = b.rows.front(n), g.rows.front(n)
-        residual, normed, hidden = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
-        if drawn is not None:
-            begin_guess(rows, drawn, guesses)
-            hidden = normed  # as the step's last norm has left it
-        else:
+        head, h, size, eps = self._head, self.shape.hidden_size, self.shape.stream_size, self.shape.rms_norm_eps
+        rows, guesses, streams = b.rows.front(n), g.rows.front(n), b.streams
+        residual, normed, hidden = front(b.residual, n, size), front(b.normed, n, h), front(g.hidden, n, size)
+        if drawn is None:
             go_on(rows, guesses)
-        embed(guesses.token, self.weights.embed, residual)
-        pair = front(g.pair, n, 2 * h)
-        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair)
+        else:
+            begin_guess(rows, drawn, guesses)
+            if streams is None:
+                hidden = normed  # as the step's last norm has left it
+            else:
+                copy_rows(residual, hidden)
+        embedded = residual if streams is None else front(streams.embedded, n, h)
+        embed(guesses.token, self.weights.embed, embedded)
+        pair, residuals = front(g.pair, n * self.shape.n_streams, 2 * h), residual.view(-1, h)
+        draft_pair(embedded, hidden, head.embedding_norm, head.hidden_norm, eps, pair, residuals)
         partial = self.linears.partial("draft_head.fc", pair, b.partial, b.fp8)
-        add_norm(residual, partial, head.layer.input_norm, eps, normed)
-        return self.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
+        if streams is None:
+            add_norm(residual, partial, head.layer.input_norm, eps, normed)
+        else:
+            sums = front(streams.normed, len(pair), h)  # of which nobody reads the norm
+            add_norm(residuals, partial, head.embedding_norm, eps, sums)
+            self._add_norm(residual, None, "draft_head.layer.input_norm", normed, b)
+        return normed
+
+    def _draft_chosen(
+        self, normed: Tensor, rows: Rows, batch: BatchState, b: DecodeBuffers, memory: GpuMemory, max_len: int
+    ) -> Tensor | None:
+        """Groups that the head's rows read, where it has an index."""
+        layer = self._head.layer
+        if layer.indexer is None:
+            return None
+        assert memory.index is not None
+        proj = self.linears.partial("draft_head.layer.indexer.proj", normed, b.proj, b.fp8)
+        return self._choose(layer, proj, rows, batch, b, memory.index[:, -1], max_len)
 
     def _draft_keys(self, proj: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory) -> None:
         n = proj.shape[1]
@@ -407,7 +441,9 @@ class QwenGpu:
         self, n: int, drawn: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
     ) -> None:
         """The head's keys and values of a step's n rows, as far as they count. drawn: int32 [N], by it."""
-        self._draft_keys(self._draft_projection(n, drawn, b, g), batch, b, g, memory)
+        normed, step = self._draft_rows(n, drawn, b, g), b.rows.front(n)
+        self._draft_chosen(normed, replace(step, state_slot=g.rows.kept[:n]), batch, b, memory, 0)
+        self._draft_keys(self.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8), batch, b, g, memory)
 
     def draft_guess(
         self,
@@ -427,38 +463,34 @@ class QwenGpu:
         next step writes those of the token that is right there, before anything reads them.
         """
         shape, head, linears = self.shape, self._head, self.linears
-        h, is_first = shape.hidden_size, drawn is not None
-        step, guesses = b.rows.front(n), g.rows.front(n)
-        proj = self._draft_projection(n, drawn, b, g)
+        h, size, is_first = shape.hidden_size, shape.stream_size, drawn is not None
+        step, guesses, normed = b.rows.front(n), g.rows.front(n), self._draft_rows(n, drawn, b, g)
+        drafts = step.drafts if is_first else None
+        own = replace(step, state_slot=guesses.last, position=guesses.position, drafts=drafts)
+        all_own = replace(own, state_slot=guesses.kept) if is_first else own
+        chosen = self._draft_chosen(normed, all_own, batch, b, memory, max_len)
+        proj = linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
+        if is_first and chosen is not None:  # a row may read those in front of it in any of its splits
+            self._draft_keys(proj, batch, b, g, memory)
+            own = replace(own, drafts=None)
         name, mixed = "draft_head.layer.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
         made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
-        attention_decode(
-            proj,
-            self.heads,
-            self._attention(head.layer),
-            rows=Rows(
-                step.batch_slot,
-                guesses.last,
-                guesses.position,
-                angle_shift=step.angle_shift,
-                drafts=step.drafts if is_first else None,
-            ),
-            cache=self._cache(memory, -1, batch.page_table),
-            scratch=b.attention,
-            max_len=max_len,
-            out=made,
-        )
+        cache, w = self._cache(memory, -1, batch.page_table, chosen), self._attention(head.layer)
+        attention_decode(proj, self.heads, w, rows=own, cache=cache, scratch=b.attention, max_len=max_len, out=made)
         if is_first:  # once more, by what writes them where nothing is guessed: the bits are the same then
             self._draft_keys(proj, batch, b, g, memory)
-        residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
+        residual, normed, hidden = front(b.residual, n, size), front(b.normed, n, h), front(g.hidden, n, size)
         partial = linears.partial(name, made.rows, b.partial, made.codes)
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
         codes = self._codes(b.fp8, name, mlp)
         rows = self._add_norm(residual, partial, "draft_head.layer.post_norm", normed, b, codes)
         partial = self._decode_feed_forward(self.shards[0], name, mlp, rows, b, guesses.last, b.partial)
-        self._add_norm(residual, partial, "draft_head.norm", own, b)
+        final = hidden if b.streams is None else normed
+        self._add_norm(residual, partial, "draft_head.norm", final, b)
+        if b.streams is not None:
+            copy_rows(residual, hidden)
         logits = front(b.logits, 1, n, shape.n_drafted)
-        self._logits(own, logits, b.fp8, "guess")
+        self._logits(final, logits, b.fp8, "guess")
         return logits[0]
 
     # A prefill.
@@ -504,6 +536,9 @@ class QwenGpu:
             added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None or self.watch is not None:
             self._add_norm(residual, added, "norm", out if b.hidden is None else front(b.hidden, t, h), b)
+        elif self.connections is not None and b.follows is not None:
+            assert b.streams is not None and added is not None
+            self.connections.add(residual, added, b.streams)
         return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
 
     def _prefill_mixer(
@@ -569,29 +604,40 @@ class QwenGpu:
         return y[None]
 
     def draft_keys_many(
-        self, n_blocks: int, inputs: PrefillInputs, drawn: Tensor, b: PrefillBuffers, memory: GpuMemory
+        self, n_blocks: int, inputs: PrefillInputs, drawn: Tensor, table: Tensor, b: PrefillBuffers, memory: GpuMemory
     ) -> None:
         """The draft head's keys and values of the tokens of a prefill, behind its draws (int32 [D])."""
-        assert inputs.next_ids is not None and b.hidden is not None and b.follows is not None
+        assert inputs.next_ids is not None and b.follows is not None
         head, linears = self._head, self.linears
-        t, h, eps = n_blocks * BLOCK, self.shape.hidden_size, self.shape.rms_norm_eps
-        residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, t, h)
-        ids, pair, proj = b.follows[:t], front(b.proj, t, 2 * h), front(b.proj, t, self.heads.row)
+        t, h, size, eps = n_blocks * BLOCK, self.shape.hidden_size, self.shape.stream_size, self.shape.rms_norm_eps
+        residual, normed, y = front(b.residual, t, size), front(b.normed, t, h), front(b.y, t, h)
+        ids, pair, layer = b.follows[:t], front(b.proj, t * self.shape.n_streams, 2 * h), head.layer
+        embedded = residual if b.streams is None else front(b.streams.embedded, t, h)
         follow(inputs.next_ids, drawn, ids)
-        embed(ids, self.weights.embed, residual)
-        hidden = front(b.hidden, t, h)
-        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair)
-        linears.project_many("draft_head.fc", pair, y, b.wide)
-        add_norm(residual, y[None], head.layer.input_norm, eps, normed)
+        embed(ids, self.weights.embed, embedded)
+        if b.streams is None:
+            assert b.hidden is not None
+            hidden = front(b.hidden, t, h)
+            draft_pair(embedded, hidden, head.embedding_norm, head.hidden_norm, eps, pair, residual)
+            linears.project_many("draft_head.fc", pair, y, b.wide)
+            add_norm(residual, y[None], layer.input_norm, eps, normed)
+        else:  # what is asked for later of the forward stays: its streams, and normed rows
+            draft_pair(embedded, residual, head.embedding_norm, head.hidden_norm, eps, pair)
+            streams, normed = front(b.streams.normed, t, size), y
+            linears.project_many("draft_head.fc", pair, streams.view(-1, h), b.wide)
+            assert self.connections is not None
+            self.connections.read("draft_head.layer.input_norm", streams, None, b.streams, normed, wide=b.wide)
+        axes = Axes(inputs.angles, self.shape.mrope_section or ())
+        if layer.indexer is not None:
+            assert b.index is not None and memory.index is not None and self.shape.index is not None
+            proj, pages = front(b.proj, t, self.shape.index.row), IndexPages(memory.index[:, -1], table)
+            linears.project_many("draft_head.layer.indexer.proj", normed, proj, b.wide)
+            w, blocks = self._index(layer), inputs.blocks
+            index_prefill(proj, self.shape.index, w, blocks=blocks, pages=pages, scratch=b.index, max_len=0, axes=axes)
+        proj = front(b.proj, t, self.heads.row)
         linears.project_many("draft_head.layer.qkv", normed, proj, b.wide)
-        keys_prefill(
-            proj,
-            self.heads,
-            self._attention(head.layer),
-            blocks=inputs.blocks,
-            cache=self._cache(memory, -1),
-            axes=Axes(inputs.angles, self.shape.mrope_section or ()),
-        )
+        cache, w = self._cache(memory, -1), self._attention(layer)
+        keys_prefill(proj, self.heads, w, blocks=inputs.blocks, cache=cache, axes=axes)
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers, who: AdapterRows | None = None) -> Tensor:
         """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most
@@ -607,7 +653,8 @@ class QwenGpu:
             residual, y = front(b.residual, t, self.shape.stream_size), front(b.y, 1, t, h)
             if self.connections is not None:
                 assert b.streams is not None
-                self.connections.read("norm", residual, y, b.streams, final, rows=rows, fp8=b.wide.rows)
+                block = y if b.follows is None else None  # else it was added
+                self.connections.read("norm", residual, block, b.streams, final, rows=rows, fp8=b.wide.rows)
             else:
                 add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows)
         self._logits(final, logits, b.wide.rows, "prefill", who)

@@ -90,7 +90,7 @@ class PrefillBuffers:
     wide: WideScratch
     final: Tensor  # bfloat16 [G, H]
     logits: Tensor  # float32 [G, V]
-    hidden: Tensor | None  # bfloat16: as final, of every row, for what drafts or for vectors
+    hidden: Tensor | None  # bfloat16: as final, of every row, for vectors, or what drafts behind one stream
     follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
     streams: ConnectionBuffers | None
     index: IndexScratch | None
@@ -134,8 +134,10 @@ def decode_buffers(
     widest = [shape.gdn_in_proj_rows, heads.row, *([shape.index.row] if shape.index else [])]
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
-    widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
-    n_partials = [k_splits(h, k) for k in widths if k]
+    widths = value, q_size, inner, shape.stream_size * (1 + shape.has_draft_head)
+    n_partials = [k_splits(h, k) for k in widths[:3] if k]
+    if shape.has_draft_head:
+        n_partials.append(shape.n_streams * k_splits(h, 2 * h))
     moe = None
     if shape.is_moe:
         moe = moe_scratch(n_rows, *_mixture(shape), allocate)
@@ -150,7 +152,7 @@ def decode_buffers(
         partial=allocate("partial sums", (n_shards * max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
-        fp8=fp8_rows("e4m3 rows", n_rows, max(shape.stream_size, *widths), allocate) if "e4m3" in codes else None,
+        fp8=fp8_rows("e4m3 rows", n_rows, max(widths), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
         streams=connection_buffers(shape, n_rows, allocate, name="decode"),
         index=_index(shape, n_rows, max_len, allocate, "decode"),
@@ -166,11 +168,11 @@ def _mixture(shape: ModelShape) -> tuple[int, int, int, int]:
 
 def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
     """Allocates the buffers of the draft head, for as many rows as these."""
-    n, h = len(rows.known), shape.hidden_size
+    n, size = len(rows.known), shape.stream_size
     return HeadBuffers(
         rows=rows,
-        pair=allocate("head rows", (n * 2 * h,), torch.bfloat16),
-        hidden=allocate("head hidden states", (n * h,), torch.bfloat16),
+        pair=allocate("head rows", (n * 2 * size,), torch.bfloat16),
+        hidden=allocate("head hidden states", (n * size,), torch.bfloat16),
     )
 
 
@@ -209,10 +211,10 @@ def prefill_buffers(
         many.append((shape.stream_size + h, shape.ngrams.width))
     hidden = follows = None
     if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
-        many.append((h, 2 * h))
-        widest.append(2 * h)
+        many += [(h, 2 * h), (1, 2 * shape.stream_size)]  # a row a stream
+        widest.append(2 * shape.stream_size)
         follows = allocate("prefill ids behind", (t,), torch.int32)
-    if shape.has_draft_head or shape.keeps_hidden or shape.feature_layers:
+    if (shape.has_draft_head and shape.n_streams == 1) or shape.keeps_hidden or shape.feature_layers:
         hidden = allocate("prefill hidden states", (t * h,), bf16)
     return PrefillBuffers(
         residual=allocate("prefill residual", (t * shape.stream_size,), f32),

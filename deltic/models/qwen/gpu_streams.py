@@ -129,6 +129,12 @@ class HyperConnections:
         gates(sums, low, front(b.inject, n, s) if of.down.n > rank else None, s)
         read(low, of.up, normed, out)
 
+    def add(self, residual: Tensor, block: Tensor, b: ConnectionBuffers) -> None:
+        """residual += what the block behind the last connection gives, as `read` adds it."""
+        s, (norm, eps) = self._shape.n_streams, (self._parts["norm"].norm, self._shape.rms_norm_eps)
+        streams, scratch = residual.view(len(residual), s, -1), front(b.normed, *residual.shape)
+        streams_norm(streams, block, front(b.inject, len(residual), s), norm, eps, scratch)
+
 
 class NgramLayer:
     """The layer that adds what a table holds of the last tokens."""

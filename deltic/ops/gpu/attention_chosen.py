@@ -20,7 +20,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu import kv
-from deltic.ops.gpu.attention_decode import all_attended, attended, finish, key_places, read_keys
+from deltic.ops.gpu.attention_decode import all_attended, attended, finish
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, wait_for_front
 from deltic.ops.gpu.kv import PLAIN
@@ -43,7 +43,7 @@ def _chosen_kernel(
     if (i_t < tl.load(p_n + i_b)) & ((position + 1) // RATIO > CHOSEN):
         p_table += tl.load(p_batch_slot + i_b).to(tl.int64) * stride_table
         p_chosen += row * CHOSEN
-        n_keys, _ = read_keys(p_chosen, position, CHOSEN, RATIO)
+        n_keys, _ = kv.read_keys(p_chosen, position, CHOSEN, RATIO)
         o_g, o_d, o_t = tl.arange(0, GROUP), tl.arange(0, D), tl.arange(0, PAGE)
         p_q = p_query + (i_b.to(tl.int64) * NQ + i_kv * G) * (PAGE * D) + i_t * D
         b_q = tl.load(p_q + o_g[:, None] * (PAGE * D) + o_d[None, :], mask=(o_g < G)[:, None], other=0.0)
@@ -57,7 +57,7 @@ def _chosen_kernel(
             for i_tile in tl.range(0, n_tiles, num_stages=STAGES):
                 o_key = i_tile * PAGE + o_t
                 b_there = o_key < n_keys
-                b_page, b_at = key_places(p_chosen, p_table, o_key, position, PAGE, CHOSEN, RATIO)
+                b_page, b_at = kv.key_places(p_chosen, p_table, o_key, position, PAGE, CHOSEN, RATIO)
                 b_place = b_page * stride_page + b_at * D
                 b_k = tl.load(p_pages + b_place[:, None] + o_d[None, :], mask=b_there[:, None], other=0.0)
                 p_values = p_pages + NK * PAGE * D + b_place[None, :]

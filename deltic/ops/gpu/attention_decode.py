@@ -317,7 +317,7 @@ def all_attended(
             p_value_page, o_value_at = p_page, o_vt
         else:
             o_key = (last - i) * PAGE + tl.arange(0, PAGE)
-            b_page, b_at = key_places(p_chosen, p_table, o_key, position, PAGE, CHOSEN, RATIO)
+            b_page, b_at = kv.key_places(p_chosen, p_table, o_key, position, PAGE, CHOSEN, RATIO)
             p_page, o_at = p_pages + b_page[:, None] * stride_page, b_at[:, None]
             p_value_page, o_value_at = p_pages + b_page[None, :] * stride_page, b_at[None, :]
             floats = kv.load_floats(p_page, i_kv, o_at, b_old, KV, NK, D)
@@ -470,29 +470,6 @@ def _keys_decode_kernel(
         )
 
 
-@triton.jit
-def read_keys(p_chosen, position, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
-    """Keys that the token at `position` reads of a context whose groups may be chosen, and 1 if its own is
-    the last of them, else 0: a group that is whole with it may be left out.
-    """
-    n_groups, n_behind = (position + 1) // RATIO, (position + 1) % RATIO
-    chooses = n_groups > CHOSEN
-    last = tl.load(p_chosen + CHOSEN - 1, mask=chooses, other=0)
-    has_own = (n_behind > 0) | (last == position // RATIO) | (chooses == 0)
-    return tl.where(chooses, CHOSEN * RATIO + n_behind, position + 1), has_own.to(tl.int32)
-
-
-@triton.jit
-def key_places(p_chosen, p_table, o_key, position, PAGE: tl.constexpr, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
-    """Pages of the o_key-th of these keys, int64, and their places there."""
-    n_groups, i = (position + 1) // RATIO, o_key // RATIO
-    is_chosen = (n_groups > CHOSEN) & (i < CHOSEN)
-    b_group = tl.load(p_chosen + i, mask=is_chosen, other=0)
-    b_group = tl.where(is_chosen, b_group, tl.where(n_groups > CHOSEN, n_groups, i))
-    b_token = tl.minimum(b_group * RATIO + o_key % RATIO, position)
-    return tl.load(p_table + b_token // PAGE).to(tl.int64), b_token % PAGE
-
-
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
@@ -518,7 +495,7 @@ def _attention_decode_kernel(
     if p_chosen is not None:  # by the kernel in front
         wait_for_front(PDL)
         p_chosen += i_row.to(tl.int64) * CHOSEN
-        n_keys, has_own = read_keys(p_chosen, position, CHOSEN, RATIO)
+        n_keys, has_own = kv.read_keys(p_chosen, position, CHOSEN, RATIO)
         n_old, n_tiles = n_keys - has_own, (n_keys - 1) // PAGE + 1
     n_tiles = tl.where(tl.load(p_state_slot + i_row) >= 0, n_tiles, 0)
     split_tiles = tl.maximum((n_tiles + MOST - 1) // MOST, tl.where(n_tiles <= FEW, 1, FEW_TILES))
@@ -614,7 +591,7 @@ def _attention_decode_kernel(
                     b_k = tl.load(p_page + o_t[:, None] * D + o_d[None, :], mask=b_old, other=0.0)
                     b_v = tl.load(p_page + NK * PAGE * D + o_t[None, :] * D + o_d[:, None], mask=b_old_v, other=0.0)
                 else:
-                    b_page, b_at = key_places(p_chosen, p_table, i_tile * PAGE + o_t, position, PAGE, CHOSEN, RATIO)
+                    b_page, b_at = kv.key_places(p_chosen, p_table, i_tile * PAGE + o_t, position, PAGE, CHOSEN, RATIO)
                     b_place = b_page * stride_page + b_at * D
                     b_k = tl.load(p_pages + b_place[:, None] + o_d[None, :], mask=b_old, other=0.0)
                     p_values = p_pages + NK * PAGE * D + b_place[None, :]
@@ -670,11 +647,12 @@ def _stages(splits: Splits, heads: AttentionHeads, format: KvFormat) -> int:
     return chip().stages(PAGE_SIZE * format.head_bytes(heads.dim), splits.num_stages, beside=13 << 10)
 
 
-def _limit(format: KvFormat) -> dict[str, int]:
+def _limit(format: KvFormat, group: int) -> dict[str, int]:
     """Registers of a thread, so that three programs with quantised pages fit into a multiprocessor, as
-    measured on Hopper. With plain ones two do, by shared memory, too.
+    measured on Hopper; more than 8 query heads of a key head would leave some over. With plain ones two do,
+    by shared memory, too.
     """
-    return {} if format.is_plain or not chip().is_hopper else {"maxnreg": 168}
+    return {} if format.is_plain or group > 8 or not chip().is_hopper else {"maxnreg": 168}
 
 
 def attention_decode(
@@ -739,7 +717,7 @@ def attention_decode(
         FAN=FAN, LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
         DRAFTS=drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format), BLOCK=out.block_k,
         CHOSEN=0 if chosen is None else chosen.shape[1], RATIO=cache.ratio, num_warps=splits.num_warps, num_stages=1,
-        **_limit(format),
+        **_limit(format, group),
     )
     if to[1] is None:
         round_made(out)

@@ -24,7 +24,7 @@ from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch
-from deltic.ops.gpu.norm import LANES, load_pieces, norm_warps, pieces, store_norm
+from deltic.ops.gpu.norm import LANES, inverse_rms, load_pieces, norm_warps, pieces, tree_sum
 from deltic.ops.gpu.sample import Draws
 
 MOST_DRAFTS = 32
@@ -130,27 +130,48 @@ def _follow_kernel(p_next, p_drawn, p_token, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 @triton.jit
+def _joined(p_embedded, p_hidden, part, b_mask):
+    """float32: of the first part the embedding, of others the hidden state, as bfloat16 has it."""
+    b_x = tl.load(p_embedded, mask=b_mask & (part == 0), other=0.0)
+    return b_x + tl.load(p_hidden, mask=b_mask & (part > 0), other=0.0).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def _pair_kernel(
-    p_residual, p_hidden, p_embedding_norm, p_hidden_norm, p_out, width, inverse_width, eps,
-    LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    p_embedded, p_hidden, p_embedding_norm, p_hidden_norm, p_streams, p_out, width, inverse_width, inverse_whole, eps,
+    S: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A half of a row: the embedding, normed, and behind it the hidden state. The residual is 0 then."""
-    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    weights = load_pieces(tl.where(half == 0, p_embedding_norm, p_hidden_norm), width, LANES, PIECES)
+    """The embedding of a token, normed, in front in the rows of all its streams; or the part of the hidden
+    state that is behind it in one. The streams are 0 then.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_stream = tl.maximum(part - 1, 0)
+    p_w = tl.where(part == 0, p_embedding_norm, p_hidden_norm + i_stream * width)
+    weights = load_pieces(p_w, width, LANES, PIECES)
     wait_for_front(PDL)
     o_lane = tl.arange(0, LANES)
-    pieces: tl.tuple = ()
+    p_embedded += row * width
+    p_hidden += row * S * width
+    b_square = tl.zeros((LANES,), tl.float32)
+    for s in tl.static_range(S):
+        for j in tl.static_range(PIECES):
+            o_col = j * LANES + o_lane
+            b_mask = (o_col < width) & ((part > 0) | (s == 0))
+            b_x = _joined(p_embedded + o_col, p_hidden + s * width + o_col, part, b_mask)
+            b_square = tl.fma(b_x, b_x, b_square)
+    inverse = tl.where(part == 0, inverse_width, inverse_whole)
+    b_inverse = inverse_rms(tree_sum(b_square, LANES), inverse, eps)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
         b_mask = o_col < width
-        b_x = tl.load(p_residual + row * width + o_col, mask=b_mask & (half == 0), other=0.0)
-        b_x += tl.load(p_hidden + row * width + o_col, mask=b_mask & (half == 1), other=0.0).to(tl.float32)
-        pieces += (b_x,)
-    for j in tl.static_range(PIECES):
-        o_col = j * LANES + o_lane
-        tl.store(p_residual + row * width + o_col, tl.zeros((LANES,), tl.float32), mask=(o_col < width) & (half == 0))
-    p_to = p_out + (2 * row + half) * width
-    store_norm(p_to, None, None, 0, pieces, weights, width, inverse_width, eps, LANES, PIECES, 1)
+        b_x = _joined(p_embedded + o_col, p_hidden + i_stream * width + o_col, part, b_mask)
+        b_y = (b_x * b_inverse * (1.0 + weights[j])).to(tl.bfloat16)
+        for s in tl.static_range(S):
+            tl.store(p_out + 2 * (row * S + s) * width + o_col, b_y, mask=b_mask & (part == 0))
+            if p_streams is not None:
+                p_zero = p_streams + (row * S + s) * width + o_col
+                tl.store(p_zero, tl.zeros((LANES,), tl.float32), mask=b_mask & (part == 0))
+        tl.store(p_out + (2 * (row * S + i_stream) + 1) * width + o_col, b_y, mask=b_mask & (part > 0))
 
 
 def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows) -> None:
@@ -197,21 +218,27 @@ def follow(next_ids: Tensor, drawn: Tensor, token: Tensor) -> None:
 
 
 def draft_pair(
-    residual: Tensor, hidden: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, out: Tensor,
+    embedded: Tensor, hidden: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, out: Tensor,
+    streams: Tensor | None = None,
 ) -> None:
-    """out[t] = bfloat16 of rms_norm(residual[t]), then of rms_norm(hidden[t]); residual = 0.
+    """out[t, s] = bfloat16 of rms_norm(embedded[t]), then of rms_norm(hidden[t])[s]; streams = 0.
 
-    residual: float32 [T, H], embeddings; hidden: bfloat16 [T, H]; norms: float32 [H], zero-centred; out:
-    bfloat16 [T, 2H]. The bits of a row depend on this row only. They are those of `add_norm`. Raises
-    KernelError where sizes or types do not fit.
+    embedded: float32 [T, H]; hidden: [T, S * H], S streams in one norm, bfloat16 or float32, which is rounded
+    to it; norms: float32 [H] and [S * H], zero-centred; out: bfloat16 [T * S, 2H]; streams: float32
+    [T * S, H], may be `embedded`. The bits of a row depend on this row only. Of one stream they are those of
+    `add_norm`. Raises KernelError where sizes or types do not fit.
     """
-    n, width = residual.shape
-    check("draft_pair", hidden.shape == (n, width) and out.shape == (n, 2 * width), f"{n} rows of {width}")
-    check("draft_pair", hidden.dtype == out.dtype == torch.bfloat16, "bfloat16 hidden, out")
-    check("draft_pair", residual.dtype == embedding_norm.dtype == torch.float32, "float32 residual, norms")
-    check("draft_pair", embedding_norm.shape == hidden_norm.shape == (width,), "one width")
-    check("draft_pair", all(x.is_contiguous() for x in (residual, hidden, out)), "contiguous tensors")
+    n, width = embedded.shape
+    n_streams = hidden.shape[1] // width
+    fits = hidden.shape == (n, n_streams * width) and out.shape == (n * n_streams, 2 * width)
+    check("draft_pair", fits and (streams is None or streams.numel() == hidden.numel()), f"{n} rows of {width}")
+    check("draft_pair", out.dtype == torch.bfloat16 and hidden.dtype in (out.dtype, torch.float32), "bfloat16 out")
+    check("draft_pair", embedded.dtype == embedding_norm.dtype == torch.float32, "float32 embeddings, norms")
+    fits = embedding_norm.shape == (width,) and hidden_norm.shape == hidden.shape[1:]
+    check("draft_pair", fits, "norms of both widths")
+    check("draft_pair", all(x.is_contiguous() for x in (embedded, hidden, out)), "contiguous tensors")
     launch(
-        _pair_kernel, (n, 2), residual, hidden, embedding_norm, hidden_norm, out, width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), num_warps=norm_warps(n, width),
+        _pair_kernel, (n, 1 + n_streams), embedded, hidden, embedding_norm, hidden_norm, streams, out, width,
+        1.0 / width, 1.0 / (n_streams * width), eps, S=n_streams, LANES=LANES, PIECES=pieces(width),
+        num_warps=norm_warps(n, width),
     )

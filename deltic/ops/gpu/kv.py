@@ -382,3 +382,29 @@ def load_floats(p_page, i_kv, o_t, b_mask, KV: tl.constexpr, NK: tl.constexpr, D
         p_least = floats_at(p_page, "least_values", i_kv, KV, NK, D) + o_t
         b_least = tl.load(p_least, mask=b_mask, other=0.0).to(tl.float32)
     return b_key, b_value, b_least
+
+
+# Keys that are chosen (index.py), of pages in any format.
+
+
+@triton.jit
+def read_keys(p_chosen, position, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
+    """Keys that the token at `position` reads of a context whose groups may be chosen, and 1 if its own is
+    the last of them, else 0: a group that is whole with it may be left out.
+    """
+    n_groups, n_behind = (position + 1) // RATIO, (position + 1) % RATIO
+    chooses = n_groups > CHOSEN
+    last = tl.load(p_chosen + CHOSEN - 1, mask=chooses, other=0)
+    has_own = (n_behind > 0) | (last == position // RATIO) | (chooses == 0)
+    return tl.where(chooses, CHOSEN * RATIO + n_behind, position + 1), has_own.to(tl.int32)
+
+
+@triton.jit
+def key_places(p_chosen, p_table, o_key, position, PAGE: tl.constexpr, CHOSEN: tl.constexpr, RATIO: tl.constexpr):
+    """Pages of the o_key-th of these keys, int64, and their places there."""
+    n_groups, i = (position + 1) // RATIO, o_key // RATIO
+    is_chosen = (n_groups > CHOSEN) & (i < CHOSEN)
+    b_group = tl.load(p_chosen + i, mask=is_chosen, other=0)
+    b_group = tl.where(is_chosen, b_group, tl.where(n_groups > CHOSEN, n_groups, i))
+    b_token = tl.minimum(b_group * RATIO + o_key % RATIO, position)
+    return tl.load(p_table + b_token // PAGE).to(tl.int64), b_token % PAGE

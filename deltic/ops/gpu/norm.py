@@ -170,6 +170,14 @@ def store_pieces(p_row, pieces, width, LANES: tl.constexpr, PIECES: tl.constexpr
 
 
 @triton.jit
+def inverse_rms(b_total, inverse_width, eps):
+    """1 / the root of total * inverse_width + eps. The multiply-add is written out: the compiler has no
+    choice.
+    """
+    return tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
+
+
+@triton.jit
 def store_norm(
     p_row, p_codes, p_scale, n, pieces, weights, width, inverse_width, eps, LANES: tl.constexpr, PIECES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -182,9 +190,7 @@ def store_norm(
     b_square = tl.zeros((LANES,), tl.float32)
     for j in tl.static_range(PIECES):
         b_square = tl.fma(pieces[j], pieces[j], b_square)
-    b_total = tree_sum(b_square, LANES)
-    # the multiply-add is written out: the compiler has no choice
-    b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
+    b_inverse = inverse_rms(tree_sum(b_square, LANES), inverse_width, eps)
     if p_codes is not None:
         N_GROUPS: tl.constexpr = LANES // GROUP
         o_piece = tl.arange(0, triton.next_power_of_2(PIECES))[None, :]

@@ -57,7 +57,7 @@ def _norm_kernel(
         inject = tl.load(p_inject + row * n_streams + i_stream)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
-        b_x = tl.load(p_row + o_col, mask=o_col < width, other=0.0)
+        b_x = tl.load(p_row + o_col, mask=o_col < width, other=0.0).to(tl.float32)
         if SLICES > 0:
             b_y = sum_of_shards(p_block + row * width + o_col, slice_stride, o_col < width, SHARDS, SLICES)
             b_x = tl.fma(b_y, tl.zeros_like(b_y) + inject, b_x)
@@ -143,16 +143,18 @@ def streams_norm(
     """streams[t, s] += inject[t, s] (block[0, t] + block[1, t] + ...); out = bfloat16(streams / rms *
     (1 + w)), each stream by its own rms.
 
-    streams: float32 [T, S, H]; block: float32 or bfloat16 [slices, T, H], or [shards, slices, T, H], which
-    are added as `add_norm` adds them, or None; inject: float32 [T, S], where there is a block; w: float32
-    [S * H], zero-centred; out: bfloat16 [T, S * H]. With rows, int32 [R], out is of those rows, [R, S * H],
-    and streams stay as they are. A row's bits depend on this row only.
+    streams: float32 [T, S, H], without a block bfloat16, too, and then they may be `out`; block: float32 or
+    bfloat16 [slices, T, H], or [shards, slices, T, H], which are added as `add_norm` adds them, or None;
+    inject: float32 [T, S], where there is a block; w: float32 [S * H], zero-centred; out: bfloat16
+    [T, S * H]. With rows, int32 [R], out is of those rows, [R, S * H], and streams stay as they are. A row's
+    bits depend on this row only.
     Raises KernelError where shapes or types do not fit.
     """
     n, n_streams, width = streams.shape
     n_out = n if rows is None else len(rows)
     expect = partial(check, "streams_norm")
-    expect(streams.dtype == w.dtype == torch.float32 and streams.is_contiguous(), "contiguous float32 streams and w")
+    fits = streams.dtype == torch.float32 or (block is None and streams.dtype == torch.bfloat16)
+    expect(fits and w.dtype == torch.float32 and streams.is_contiguous(), "contiguous float32 streams and w")
     expect(w.shape == (n_streams * width,), f"w [{n_streams * width}]")
     expect(out.dtype == torch.bfloat16 and out.is_contiguous(), "contiguous bfloat16 out")
     expect(out.shape == (n_out, n_streams * width), f"out [{n_out}, {n_streams * width}]")

@@ -87,7 +87,9 @@ class DraftHead:
     def follow_prefill(self, n_blocks: int, inputs: PrefillInputs) -> None:
         """Starts the keys and values of a prefill, behind its draws."""
         w = self._workspace
-        self._model.draft_keys_many(n_blocks, inputs, w.out["prefill"].token, w.prefill, self._memory)
+        self._model.draft_keys_many(
+            n_blocks, inputs, w.out["prefill"].token, w.batch_slots.page_table, w.prefill, self._memory
+        )
 
     # A step.
 
