@@ -146,19 +146,19 @@ def _keys_of_layers_kernel(
         p_page = p_pages + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
         p_of_row = p_proj + i_row.to(tl.int64) * stride_row + i_layer * ((NQ + 2 * NK) * D)
         new_key(
-            p_of_row, p_k_norm + i_layer * D, p_cos, p_sin, p_page + i_layer * stride_layer + i_kv * (PAGE * D), position,
-            i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, False, KV,
+            p_of_row, p_k_norm + i_layer * D, p_cos, p_sin, p_page + i_layer * stride_layer + i_kv * (PAGE * D),
+            position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, False, KV,
         )
 
 
 def keys_of_layers(
     proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, rows: Rows, cache: KvPages
 ) -> None:
-    """Writes the keys and values of the rows' tokens in L layers, which read the same rows, as `keys_decode` does
-    in one.
+    """Writes the keys and values of the rows' tokens in L layers, which read the same rows, as `keys_decode`
+    does in one.
 
-    proj: float32 [S, N, L row], layer by layer; weights: k_norm is float32 [L, d]; cache: bfloat16 [n_pages, L,
-    2, nk, 64, d]. Raises KernelError where shapes or types do not fit.
+    proj: float32 [S, N, L row], layer by layer; weights: k_norm is float32 [L, d]; cache: bfloat16 [n_pages,
+    L, 2, nk, 64, d]. Raises KernelError where shapes or types do not fit.
     """
     (n_parts, n_rows, width), pages, cos = proj.shape, cache.data, weights.cos
     n_layers, expect = len(weights.k_norm), partial(check, "keys_of_layers")
