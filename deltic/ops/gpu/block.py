@@ -162,13 +162,14 @@ def keys_of_layers(
     """
     (n_parts, n_rows, width), pages, cos = proj.shape, cache.data, weights.cos
     n_layers, expect = len(weights.k_norm), partial(check, "keys_of_layers")
-    expect(proj.dtype == torch.float32 and width == n_layers * heads.row, f"float32 proj [S, N, {n_layers} {heads.row}]")
-    expect(proj.stride(2) == 1 and cos.is_contiguous() and weights.k_norm.is_contiguous(), "contiguous proj, cos, norms")
+    fits = proj.dtype == torch.float32 and width == n_layers * heads.row and proj.stride(2) == 1
+    expect(fits, f"float32 proj [S, N, {n_layers} {heads.row}], contiguous rows")
+    expect(cos.is_contiguous() and weights.k_norm.is_contiguous(), "contiguous cos, norms")
     is_cache = pages.shape[1] == n_layers and kv.fits(pages[:, 0], heads.n_kv, heads.dim, BF16) and not heads.is_gated
     expect(is_cache, f"{n_layers} layers of {kv.expected(heads.n_kv, heads.dim, BF16)}, heads without a gate")
     launch(
-        _keys_of_layers_kernel, (n_rows * heads.n_kv, n_layers), proj, weights.k_norm, cos, weights.sin, rows.state_slot,
-        rows.batch_slot, rows.position, cache.table, pages, weights.eps, proj.stride(0), proj.stride(1),
+        _keys_of_layers_kernel, (n_rows * heads.n_kv, n_layers), proj, weights.k_norm, cos, weights.sin,
+        rows.state_slot, rows.batch_slot, rows.position, cache.table, pages, weights.eps, proj.stride(0), proj.stride(1),
         cache.table.stride(0), pages.stride(0), pages.stride(1), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim,
         HALF=cos.shape[1], S=n_parts, GROUP=8 if heads.n_q <= 8 * heads.n_kv else 16, PAGE=PAGE_SIZE,
         KV=kv.constant(BF16), num_warps=4,
