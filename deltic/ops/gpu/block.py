@@ -169,8 +169,8 @@ def keys_of_layers(
     expect(is_cache, f"{n_layers} layers of {kv.expected(heads.n_kv, heads.dim, BF16)}, heads without a gate")
     launch(
         _keys_of_layers_kernel, (n_rows * heads.n_kv, n_layers), proj, weights.k_norm, cos, weights.sin,
-        rows.state_slot, rows.batch_slot, rows.position, cache.table, pages, weights.eps, proj.stride(0), proj.stride(1),
-        cache.table.stride(0), pages.stride(0), pages.stride(1), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim,
+        rows.state_slot, rows.batch_slot, rows.position, cache.table, pages, weights.eps, proj.stride(0),
+        proj.stride(1), cache.table.stride(0), pages.stride(0), pages.stride(1), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim,
         HALF=cos.shape[1], S=n_parts, GROUP=8 if heads.n_q <= 8 * heads.n_kv else 16, PAGE=PAGE_SIZE,
         KV=kv.constant(BF16), num_warps=4,
     )
