@@ -170,8 +170,8 @@ def keys_of_layers(
     launch(
         _keys_of_layers_kernel, (n_rows * heads.n_kv, n_layers), proj, weights.k_norm, cos, weights.sin,
         rows.state_slot, rows.batch_slot, rows.position, cache.table, pages, weights.eps, proj.stride(0),
-        proj.stride(1), cache.table.stride(0), pages.stride(0), pages.stride(1), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim,
-        HALF=cos.shape[1], S=n_parts, GROUP=8 if heads.n_q <= 8 * heads.n_kv else 16, PAGE=PAGE_SIZE,
+        proj.stride(1), cache.table.stride(0), pages.stride(0), pages.stride(1), NQ=heads.n_q, NK=heads.n_kv,
+        D=heads.dim, HALF=cos.shape[1], S=n_parts, GROUP=8 if heads.n_q <= 8 * heads.n_kv else 16, PAGE=PAGE_SIZE,
         KV=kv.constant(BF16), num_warps=4,
     )
 
