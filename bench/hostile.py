@@ -235,8 +235,8 @@ class Quiet:
             kind.failures.append(str(error)[:300] or f"no answer within {LONGEST_S:.0f} s")
             await asyncio.sleep(0.2)
             return
-        (kind.alone_s if is_alone else kind.beside_s).append(time.perf_counter() - begun_s)
-        kind.own_s += [] if is_alone else [run_delay_s() - waited_s]
+        (kind.alone_s if is_alone else kind.beside_s).append(round(time.perf_counter() - begun_s, 4))
+        kind.own_s += [] if is_alone else [round(run_delay_s() - waited_s, 4)]
         if said != self._expected.setdefault(name, said):
             kind.n_different += 1
 
