@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from tests.tiny import tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_drafter import MASK, plain_drafter, tiny_drafter, write_drafter
 
-MOST = 4
+MOST, TOP_K = 4, 4
 
 
 def build(kind: str | None = "dflash", path: Path | None = None, **settings: Any) -> Any:
@@ -99,8 +100,12 @@ def test_guesses_are_those_of_the_reference(kind: str) -> None:
     assert 0 < len(guesses) <= n and (kind == "dspark" or len(guesses) == n)
     before = tokens[-1]
     for i, guess in enumerate(guesses):
-        scores = reference.step_scores(own, of, states[i], logits[i], before, "bfloat16")
-        assert scores.max() - scores[guess] < (0.1 if kind == "dflash2" else 0.05), i  # near-ties may fall either way
+        # near-ties may fall either way, at the end of the candidates, too
+        last = logits[i].sort(descending=True)[0][TOP_K - 1] if kind == "dflash2" else -torch.inf
+        more = replace(of, selector_top_k=2 * TOP_K)
+        scores = reference.step_scores(own, more, states[i], logits[i], before, "bfloat16")
+        assert logits[i][guess] > last - 0.05, i
+        assert scores[logits[i] > last + 0.05].max() - scores[guess] < (0.1 if kind == "dflash2" else 0.05), i
         if kind == "dspark":
             assert reference.confidence(own, of, states[i], before) > LEAST_CHANCE - 0.01
         before = guess
@@ -118,6 +123,18 @@ def test_blocks_end_where_pages_end() -> None:
     before = pages[1:-1].clone()
     assert [len(run(runner, of, 1, 4)) for _ in range(3)] == [1, 0, 0]  # the anchor has a place, too
     assert torch.equal(pages[1:-1], before)
+
+
+def test_what_draws_waits_for_what_says_which_rows_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that reads that before it waits is not started early behind the one that writes it: guesses of DFlash 2 were now and
+    then those of an earlier block.
+    """
+    early, runner = dict[str, Any](), build("dflash2")
+    monkeypatch.setattr(
+        "deltic.ops.gpu.sample.launch", lambda kernel, *_, pdl=True, **more: early.update({kernel.fn.__name__: pdl})
+    )
+    runner.block_drafter._next_body(1)()
+    assert early == {"scan": False, "collect": True, "finish": True}
 
 
 def test_nothing_is_guessed_beyond_the_end_of_an_answer() -> None:

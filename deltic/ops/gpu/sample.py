@@ -153,6 +153,7 @@ def sample_scratch(
 
 def sample(
     logits: Tensor, n_real: int, draws: Draws | Rows, batch_slots: BatchParameters, scratch: SampleScratch, out: Drawn,
+    *, early: bool = True,
 ) -> None:
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their batch
     slots.
@@ -163,7 +164,8 @@ def sample(
     that of any of them. More draws than the scratch holds take turns; history then has what those before
     drew, which is the same for every row of a draft that counts. out.token is -1 where a logit is not finite
     or no id may be drawn. Where n_logprobs >= 0: out.logprob under the softmax of the raw logits, and the
-    n_logprobs likeliest. Oracle: reference/sample.py.
+    n_logprobs likeliest. early: the kernel in front has not written which rows draw, so the first one may
+    start before it ends. Oracle: reference/sample.py.
     """
     p, s = batch_slots, scratch
     row, state_slot = (draws.batch_slot, draws.state_slot) if isinstance(draws, Rows) else (draws.row, draws.batch_slot)
@@ -190,7 +192,8 @@ def sample(
             max_len, p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row,
             n_ids, p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values,
             s.listed, s.n_listed, s.special, None if ahead is None else ahead[part],
-            DRAFTS=ahead is not None, IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
+            DRAFTS=ahead is not None, IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, pdl=early,
+            **meta,
         )
         launch(
             collect, (-(-n_tiles // COLLECT_EACH), n), *common, p.temperature, p.top_k, p.top_p, p.min_p, s.best,

@@ -85,7 +85,8 @@ class GpuBlockDrafter:
 
         def body() -> None:
             logits = self._drafter.next_guess(n, w.decode, g.head, g.out.token, self._n_ids)
-            sample(logits, self._n_ids, g.head.rows.front(n).draws, g.parameters, w.sample, g.out)
+            draws = g.head.rows.front(n).draws  # written by the kernel that may be in front
+            sample(logits, self._n_ids, draws, g.parameters, w.sample, g.out, early=False)
 
         return body
 
