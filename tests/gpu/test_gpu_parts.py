@@ -29,6 +29,7 @@ from deltic.runtime.gpu import collect, text
 from deltic.runtime.gpu.adapters import JointMemory
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.info import embedder_info
 from deltic.runtime.model import TextModel
 from tests.cpu.test_embedder import request as vector_request
 from tests.cpu.test_embedder import vectors
@@ -94,6 +95,8 @@ def guessed(runner: GpuTextRunner) -> list[list[int]]:
 
 
 def made_vectors(runner: GpuTextRunner) -> Any:
+    model = settle(EngineConfig(model=str(tiny_embedder("dense", "lasttoken"))), Gpu())
+    runner.info = msgspec.structs.replace(runner.info, embedder=embedder_info(model))
     return vectors(Engine(runner), [vector_request("a", prompt(30), "lasttoken")])["a"]
 
 
@@ -131,6 +134,8 @@ CASES = {
     "joint head": Case(decider, decided, {"max_model_len": 1536, "max_step_tokens": 1024, "n_pages": 64}),
     "drafts": Case(use=guessed, settings={"max_drafts": 2}),
 }
+FAR = {"qwen-fp8": 0.2, "int4": 0.3}
+"""Errors where rows are rounded to e4m3 as well, and where out_proj has groups of other columns in parts of these sizes."""
 SLOW = {"int8", "w4a16", "qwen-fp8", "nvfp4", "gguf", "fp8 keys", "k8v4 keys", "adapters moe", "vectors", "joint head"}
 CASE_NAMES = [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in CASES]
 
@@ -151,7 +156,7 @@ def test_two_ranks_and_one_with_both_parts(name: str) -> None:
     weights, _ = load_weights(directory, plan.shape, quantize=plan.quantize, store=DeviceStore("cpu"))
     expected = case.use(GpuTextRunner(plan, [weights]))
     if case.use is told:
-        assert error(found[0], expected) < 0.06
+        assert error(found[0], expected) < FAR.get(name, 0.06)
         return
     if case.use in (made_vectors, decided):
         ours, theirs = (np.frombuffer(vector, np.float32) for vector in (found[0], expected))
