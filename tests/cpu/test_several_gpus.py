@@ -51,9 +51,9 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "files in int4": (f"{QUANTISED}::test_against_the_oracle[w4a16 dense]", *both("w4a16")),
     "files in NVFP4": (f"{QUANTISED}::test_against_the_oracle[nvfp4 dense]", *both("nvfp4")),
     "GGUF": (f"{QUANTISED}::test_against_the_oracle[gguf moe]", *both("gguf")),
-    "keys and values in fp8": ("gpu/test_gpu_kv_formats.py::test_one_answer_on_every_way[fp8]", *both("fp8 keys")),
+    "keys and values in fp8": ("gpu/test_gpu_kv_formats.py::test_one_answer_on_every_way[fp8-dense]", *both("fp8 keys")),
     "keys and values in k8v4": (
-        "gpu/test_gpu_kv_formats.py::test_one_answer_on_every_way[turboquant_k8v4]",
+        "gpu/test_gpu_kv_formats.py::test_one_answer_on_every_way[turboquant_k8v4-dense]",
         *both("k8v4 keys"),
     ),
     "states in bfloat16": (f"{ENGINE}::test_against_the_oracle[dense, bfloat16 states]", *both("bfloat16 states")),
