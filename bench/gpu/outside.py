@@ -94,7 +94,7 @@ class Outside:
         if n_fetched:  # the experts that were used, where `decode_bytes` has those that even routing uses
             even = shape.n_layers * shape.n_experts * (1 - (1 - shape.n_experts_per_tok / shape.n_experts) ** n)
             inside += ((n_hits + n_fetched) / n_steps - even) * brought * n_steps / n_fetched
-        row = {"slots": runner.plan.n_expert_slots, "n": n, "ms": round(ms, 3)}
+        row: dict[str, Any] = {"slots": runner.plan.n_expert_slots, "n": n, "ms": round(ms, 3)}
         row |= {"round_ms": [round(1000 * statistics.median(times), 3) for times in rounds]}
         if runner.plan.n_expert_slots:
             row |= {"hits": round(n_hits / max(1, n_hits + n_fetched), 4), "mb": round(brought / 1e6, 1)}

@@ -72,8 +72,8 @@ def guess_blocks(of_host: tuple[Tensor, Tensor, Tensor, Tensor], allocate: Alloc
     """Allocates what the device writes of rows of blocks, for as many as the host's parts have. The caller
     writes 0, 1, ... to `draws.row`. allocate(name, size, dtype) gives zeroed tensors.
     """
-    names = ("token", "end", "turn", "batch slot", "state slot", "position")
-    names += ("draw row", "draw batch slot", "draw position")
+    of_rows, of_draws = ("batch slot", "state slot", "position"), ("draw row", "draw batch slot", "draw position")
+    names = ("token", "end", "turn", *of_rows, *of_draws)
     token, end, turn, *parts = (allocate(f"block {name}", (len(of_host[0]),), torch.int32) for name in names)
     return GuessBlocks(*of_host, token, end, turn, Rows(*parts[:3]), Draws(*parts[3:]))
 

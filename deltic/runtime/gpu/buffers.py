@@ -213,8 +213,8 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     if (adapted := plan.adapters).n:
         rows = AdapterRows(*(views[part] for part in ADAPTER_ROWS))
         most = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
-        room = adapted.n, adapted.rank, adapted.n_bytes
-        adapters = adapter_buffers(shape, room, most, allocate, plan.n_shards)
+        sizes = adapted.n, adapted.rank, adapted.n_bytes
+        adapters = adapter_buffers(shape, sizes, most, allocate, plan.n_shards)
     own = decode_rows(plan.n_decode_rows, drafts, plan.tower is not None, allocate)
     further = [] if drafter is None else matrix_sizes(drafter)
     kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}
