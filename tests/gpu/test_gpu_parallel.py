@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from deltic.config import EngineConfig
 from deltic.engine.step import RunnerLostError
+from deltic.host.client import EngineClient
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.gpu import parallel
 from deltic.runtime.gpu.copies import DeviceCopies
 from deltic.runtime.gpu.parallel import GpuThread, JointCopies, ParallelRunner, SharedTower, together
+from tests.fakes import expected_tokens
+from tests.null.test_client import collect, hosted, reasons, request, submit, tokens
+from tests.null.test_host import program
 
 THREADS = [GpuThread(torch.device("cpu")) for _ in range(2)]
 
@@ -122,3 +130,57 @@ def test_a_page_on_the_host_is_that_of_every_gpu() -> None:
     assert pages[0][2].tolist() == [4, 5, 6, 7] and pages[1][2].tolist() == [104, 105, 106, 107]
     joint.fetch("state", 0, joint.mark())
     assert np.concatenate(joint.state(0)).view(np.float32).tolist() == [0, 1, -10, -9]
+
+
+RANKS = """
+import threading
+from functools import partial
+from pathlib import Path
+import torch
+from deltic.runtime.gpu import parallel
+parallel.GRACE_S, step, marker = 0.2, fakes.FakeRunner.step, Path({marker!r})
+joint = object.__new__(parallel.ParallelRunner)
+joint._threads, joint._lost = [parallel.GpuThread(torch.device("cpu")) for _ in range(4)], None
+joint.runners = range(4)
+def of_rank(runner, given, n_steps, rank):
+    if rank in {ranks} and n_steps == 5 and marker.exists():
+        if rank == max({ranks}):
+            time.sleep(0.05)
+            marker.unlink()
+        {fate}
+    return step(runner, given) if rank == 0 else None
+fakes.FakeRunner.step = lambda runner, given: joint.on_all(partial(of_rank, runner, given, runner.n_steps))[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fate", "said"),
+    [
+        ((2,), "raise MemoryError('no room')", "the engine process ended"),
+        ((0, 3), "raise MemoryError(str(rank))", "the engine process ended"),
+        ((1,), "threading.Event().wait()", "has not answered"),
+        ((0,), "threading.Event().wait()", "has not answered"),
+        ((2,), "import os; os.abort()", "SIGABRT"),
+    ],
+    ids=["one fails", "two fail apart", "one hangs", "the first hangs", "one takes the process along"],
+)
+def test_ranks_that_die_or_hang_come_back_together(tmp_path: Path, ranks: Any, fate: str, said: str) -> None:
+    """Of four, played by threads behind a whole engine process: open requests get an error, and the next ones the same tokens."""
+    (tmp_path / "marker").touch()
+    change = RANKS.format(marker=str(tmp_path / "marker"), ranks=ranks, fate=fate)
+
+    async def ask() -> None:
+        client = EngineClient(EngineConfig(), 100)
+        async with hosted(client, timeout_s=2.0, program=program(change)) as host:
+            pid = host.pid
+            streams = [submit(client, request(f"{i}", 40, max_tokens=20)) for i in range(3)]
+            for stream in streams:
+                outputs = await collect(stream)
+                assert reasons(outputs) == ["error"] and said in (outputs[-1].error or "")
+            await client.ready()
+            assert client.n_restarts == 1 and host.pid != pid
+            for i in range(3):
+                one = request(f"{i}", 40, max_tokens=20)
+                assert tokens(await collect(submit(client, one))) == expected_tokens(one.prompt_ids, one.params)
+
+    asyncio.run(asyncio.wait_for(ask(), 120))
