@@ -79,7 +79,12 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "drafts of repeated text": (f"{DRAFTS}::test_drafts_change_no_bit", *both("drafts")),
     "drafts by the model's head": (
         "gpu/test_gpu_draft_head.py::test_its_own_guesses_change_no_answer[dense]",
-        f"{RANKS}::test_ranks_guess_as_one[True]",
+        f"{RANKS}::test_ranks_guess_as_one[dense-True]",
+        f"told {HERE}::test_a_draft_head_needs_a_gpu_for_each_part",
+    ),
+    "the same over streams": (
+        "gpu/test_gpu_draft_head.py::test_its_own_guesses_change_no_answer[flash]",
+        f"{RANKS}::test_ranks_guess_as_one[flash-True]",
         f"told {HERE}::test_a_draft_head_needs_a_gpu_for_each_part",
     ),
     "block drafts": (

@@ -252,10 +252,10 @@ def guessed(runner: GpuTextRunner) -> Guessed:
 
 @interpreted
 @pytest.mark.long
-@pytest.mark.parametrize("peer", [True, False])
-def test_ranks_guess_as_one(peer: bool) -> None:
-    directory = checkpoint("dense", has_mtp=True)
-    config = replace(config_of("dense"), model=str(directory), max_drafts=2)
+@pytest.mark.parametrize(("kind", "peer"), [("dense", True), ("dense", False), ("flash", True)])
+def test_ranks_guess_as_one(kind: str, peer: bool) -> None:
+    directory = checkpoint(kind, has_mtp=True)
+    config = replace(config_of(kind), model=str(directory), max_drafts=2)
     _, plan = settled(config, Gpu(), 2 << 30)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
     _, joint = settled(config, Gpu(n_gpus=N_RANKS), 2 << 30)
@@ -263,7 +263,8 @@ def test_ranks_guess_as_one(peer: bool) -> None:
     expected = guessed(GpuTextRunner(whole, [weights]))
     with Levers(peer=peer).bound():
         found = of_ranks(directory, joint, guessed)
-    assert found.tokens == found.plain == expected.plain and found.first[0] == expected.first[0]
+    assert found.tokens == found.plain and found.first[0] == expected.first[0]
+    assert kind != "dense" or found.plain == expected.plain
     errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]
     assert statistics.median(errors) < 0.02 and max(errors) < 0.1
 
