@@ -156,7 +156,7 @@ def outside(runs: Runs) -> str:
     rows, heads, answers = [], dict[str, None](), list[str]()
     for run in found:
         measured = [row for row in run.data["rows"] if "ms" in row]
-        for gb, skew in dict.fromkeys((row["gb"], row["skew"]) for row in measured):
+        for gb, skew in sorted({(row["gb"], row["skew"]) for row in measured}, key=lambda at: (at[0] or 0, at[1])):
             of = [row for row in measured if (row["gb"], row["skew"]) == (gb, skew)]
             heads |= dict.fromkeys(
                 f"prefill of {row['prefill']:,}" if "prefill" in row else f"N = {row['n']}" for row in of

@@ -7,7 +7,8 @@ as many at once as the largest --n. Every token that is drawn in a decode is com
 The roof of a decode is the time to read what is on the GPU, of experts those that the decode used, and to
 bring what was in no slot over the link, one behind the other, at the speeds of the same run. That of a prompt
 is the link alone, for what is in no slot. --skew makes rows of the routers longer, other ones in each layer,
-as texts favour some experts.
+as texts favour some experts. Rows say how many experts of a layer a decode used: random weights send tokens to
+fewer than even routing does.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class Outside:
         given = self.arguments
         sizes, skews = numbers(given.n, "--n", int), numbers(given.skew, "--skew", float)
         engine = self.model.engine(parse_levers(self.config.lever), max(sizes), expert_memory=gb)
-        routers = [rows_of("bench", moe.router) for moe in layers_of_experts(self.model.weights[0][0]).values()]
-        even = [rows.clone() for rows in routers]
+        own = routers(self.model)
+        even = [rows.clone() for rows in own]
         for skew in skews:
-            for i, rows in enumerate(routers):
+            for i, rows in enumerate(own):
                 favour(rows, even[i], skew, i)
             torch.cuda.synchronize()
             decode(engine, max(sizes), PROMPT, given.output, seed=1)  # slots are warm
@@ -76,7 +77,7 @@ class Outside:
                 yield {"gb": gb, "skew": skew} | self._prefills(engine, n), []
         if given.answers:
             yield {"gb": gb, "skew": skew, "answers": given.answers}, answers(engine, given.answers)
-        for rows, before in zip(routers, even, strict=True):
+        for rows, before in zip(own, even, strict=True):
             rows.copy_(before)
 
     def _decodes(self, engine: Engine, n: int) -> Part:
@@ -90,16 +91,18 @@ class Outside:
         n_hits, n_fetched = after.n_hits - before.n_hits, after.n_fetched - before.n_fetched
         brought = (after.n_bytes - before.n_bytes) / n_steps
         ms = 1000 * statistics.median(second for times in rounds for second in times)
-        inside = decode_bytes(shape, runner.plan.quantize, n, PROMPT + n_output // 2, COUNTED_ROWS)
-        if n_fetched:  # the experts that were used, where `decode_bytes` has those that even routing uses
-            even = shape.n_layers * shape.n_experts * (1 - (1 - shape.n_experts_per_tok / shape.n_experts) ** n)
-            inside += ((n_hits + n_fetched) / n_steps - even) * brought * n_steps / n_fetched
         row: dict[str, Any] = {"slots": runner.plan.n_expert_slots, "n": n, "ms": round(ms, 3)}
         row |= {"round_ms": [round(1000 * statistics.median(times), 3) for times in rounds]}
-        if runner.plan.n_expert_slots:
-            row |= {"hits": round(n_hits / max(1, n_hits + n_fetched), 4), "mb": round(brought / 1e6, 1)}
+        row |= {"tok_s": round(1000 * n / ms, 1)}
+        if not n_hits + n_fetched:  # nobody has counted
+            return row, tokens
+        used = (n_hits + n_fetched) / n_steps  # `decode_bytes` has as many as even routing uses
+        even = shape.n_layers * shape.n_experts * (1 - (1 - shape.n_experts_per_tok / shape.n_experts) ** n)
+        inside = decode_bytes(shape, runner.plan.quantize, n, PROMPT + n_output // 2, COUNTED_ROWS)
+        inside += (used - even) * runner.plan.outside_bytes / (len(routers(self.model)) * shape.n_experts)
         least_s = inside / self.roofs.read + brought / self.link
-        return row | {"tok_s": round(1000 * n / ms, 1), "roof": round(1000 * least_s / ms, 4)}, tokens
+        row |= {"hits": round(n_hits / (n_hits + n_fetched), 4), "mb": round(brought / 1e6, 1)}
+        return row | {"experts": round(used / shape.n_layers, 1), "roof": round(1000 * least_s / ms, 4)}, tokens
 
     def _prefills(self, engine: Engine, n_tokens: int) -> dict[str, Any]:
         plan, rounds = runner_of(engine).plan, prefill_ms(engine, n_tokens, self.arguments.rounds)
@@ -113,6 +116,11 @@ class Outside:
         away = plan.outside_bytes * (1 - plan.n_expert_slots / self.model.run.shape.n_experts)
         away_ms = 1000 * -(-n_tokens // plan.max_step_tokens) * away / self.link
         return row | {"round_ms": [round(one, 2) for one in rounds], "roof": round(away_ms / ms, 4)}
+
+
+def routers(model: GpuModel) -> list[Tensor]:
+    """The routers' rows, bfloat16 [E + 1, H] each, of all layers."""
+    return [rows_of("bench", moe.router) for moe in layers_of_experts(model.weights[0][0]).values()]
 
 
 def favour(rows: Tensor, even: Tensor, skew: float, i_layer: int) -> None:

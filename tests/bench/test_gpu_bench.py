@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,13 @@ from bench.gpu import ablate, contexts, drafts, experts, fill, host, lora, outsi
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
+from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import Drafting
 from deltic.engine.engine import Engine
+from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.published import published_shape
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
@@ -313,8 +317,8 @@ def test_experts_by_cuts(format: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_experts_outside_beside_all_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are the same with half of the slots, what was brought is counted and part of the roof, and the table has it."""
 
-    def slow(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int) -> tuple[list[float], list[list[int]]]:
-        return [0.01], gpu.decode(engine, n, n_prompt, n_output, seed)[1]
+    def slow(engine: Engine, n: int, *given: int, **more: Any) -> tuple[list[float], list[list[int]]]:
+        return [0.01], gpu.decode(engine, n, *given, **more)[1]
 
     monkeypatch.setattr(outside, "decode", slow)
     monkeypatch.setattr(outside, "need_gpu", lambda *_: None)
@@ -337,7 +341,10 @@ def test_experts_outside_beside_all_on_the_gpu(tmp_path: Path, monkeypatch: pyte
     one = found["rows"][5]
     brought = 4 * 2 * 3 * 64 * 32 * 2
     assert one["slots"] == 2 and one["hits"] == 0.5 and one["mb"] == 0.1, "all four experts of a layer are used"
-    assert one["roof"] == pytest.approx(found["rows"][0]["roof"] + brought / 1e8 / 0.01, abs=2e-4)
+    shape = ModelShape.from_directory(small_checkpoint("moe"))
+    inside = decode_bytes(shape, None, 2, outside.PROMPT + 2, COUNTED_ROWS)
+    assert one["experts"] == 4 and one["roof"] == pytest.approx((inside / 1e9 + brought / 1e8) / 0.01, abs=2e-4)
+    assert "roof" not in found["rows"][0] and found["rows"][0]["tok_s"] == 200
     found["code"]["modified"], found["shape"] = False, "tiny"
     file.write_text(json.dumps(found))
     made = gpu_tables.outside(Runs(tmp_path))

@@ -166,7 +166,7 @@ def keep_kernel(p_counters, p_places, p_where, p_slot, p_held, p_used, p_clock, 
     b_free = (o_s < S) & (b_used < clock)
     b_key = tl.where(b_free, b_used * S2 + o_s, NEVER)
     b_rank = tl.zeros([S2], tl.int32)
-    for i in range(0, S, COLUMNS):
+    for i in range(0, tl.where(n_missing > 0, S, 0), COLUMNS):  # mostly nothing is missing
         o_i = i + tl.arange(0, COLUMNS)
         b_other = tl.load(p_used + o_i, mask=o_i < S, other=0)
         b_before = tl.where((o_i < S) & (b_other < clock), b_other * S2 + o_i, NEVER)
