@@ -1,14 +1,15 @@
 """Experts outside the GPU: `python -m bench.gpu.outside --dummy qwen3.6-35b-a3b --format fp8 --gb 4,8,12,16`.
 
-A model is measured with all experts on the GPU, and then with so many GB of them: what a decode of one and of
-several sequences takes, the share of experts that were in slots, and prompts. Then come answers of 8 tokens,
-as many at once as the largest --n. Every token that is drawn in a decode is compared with that of the first.
+A model is measured with all experts on the GPU, and then with so many GB of them: what a decode of one and
+of several sequences takes, the share of experts that were in slots, and prompts. Then come answers of 8
+tokens, as many at once as the largest --n. Every token that is drawn in a decode is compared with that of
+the first.
 
 The roof of a decode is the time to read what is on the GPU, of experts those that the decode used, and to
-bring what was in no slot over the link, one behind the other, at the speeds of the same run. That of a prompt
-is the link alone, for what is in no slot. --skew makes rows of the routers longer, other ones in each layer,
-as texts favour some experts. Rows say how many experts of a layer a decode used: random weights send tokens to
-fewer than even routing does.
+bring what was in no slot over the link, one behind the other, at the speeds of the same run. That of a
+prompt is the link alone, for what is in no slot. --skew makes rows of the routers longer, other ones in
+each layer, as texts favour some experts. Rows say how many experts of a layer a decode used: random weights
+send tokens to fewer than even routing does.
 """
 
 from __future__ import annotations
