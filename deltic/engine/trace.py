@@ -127,22 +127,16 @@ class Trace:
             self._event("b", phase, now_s, args=args, span=name)
 
     def _event(
-        self,
-        kind: str,
-        name: str,
-        begin: float,
-        end: float = 0.0,
-        args: Mapping[str, object] | None = None,
-        span: str = "",
+        self, ph: str, name: str, at: float, end: float = 0.0, args: Mapping[str, object] | None = None, span: str = ""
     ) -> None:
         if not self.is_open:
             return
-        event: dict[str, object] = {"ph": kind, "name": name, "pid": self._pid, "tid": 1}
+        event: dict[str, object] = {"ph": ph, "name": name, "pid": self._pid, "tid": 1}
         if span:
             event |= {"cat": "request", "id": span}
-        event["ts"] = round((begin + self._offset_s) * 1e6, 1)
-        if kind == "X":
-            event["dur"] = round((end - begin) * 1e6, 1)
+        event["ts"] = round((at + self._offset_s) * 1e6, 1)
+        if ph == "X":
+            event["dur"] = round((end - at) * 1e6, 1)
         if args is not None:
             event["args"] = args
         self._put(self._encode(event) + b",\n")

@@ -335,7 +335,9 @@ def test_a_plan_leaves_outside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch
     slots = [plan.n_expert_slots for plan in plans]
     assert 0 < slots[0] < slots[1] < slots[2] < slots[3] < 256 and slots[4] == 0 == plans[4].outside_bytes
     monkeypatch.setattr(fit, "free_memory_bytes", lambda: 10 * 10**9)
-    with pytest.raises(ConfigError, match=r"GPUs read the embedding and experts in the host's memory, 18.\d GB, and 10.0 GB are free"):
+    with pytest.raises(
+        ConfigError, match=r"GPUs read the embedding and experts in the host's memory, 18.\d GB, and 10.0 GB are free"
+    ):
         fit.refuse_little_memory(plans[0])
     fit.refuse_little_memory(plans[4])
     dense = settle(EngineConfig(dummy="qwen3.5-4b", expert_memory=1.0, device="cuda"), gpu)

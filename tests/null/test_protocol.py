@@ -10,6 +10,7 @@ import pytest
 
 from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.messages import EngineInfo, SamplingParams
+from deltic.models.fields import CheckpointError
 from deltic.server.api import completions, decode, models, protocol
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.messages import template_messages
@@ -120,6 +121,9 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     assert SamplingDefaults.load(tmp_path).temperature == 0.0
     path.write_text('{"top_k": "many"}')
     with pytest.raises(TokenizerError, match="top_k"):
+        SamplingDefaults.load(tmp_path)
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="broken JSON"):
         SamplingDefaults.load(tmp_path)
 
 

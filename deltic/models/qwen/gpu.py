@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial as partial_of
 from itertools import zip_longest
-from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
-from deltic.models.qwen.gpu_shards import Exchange, Shard
+from deltic.models.qwen.gpu_shards import Exchange, Shard, norms_of
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
@@ -54,16 +53,6 @@ from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.streams import spread
 from deltic.ops.gpu.weight import device_of, to_device
 from deltic.ops.kv_formats import KvPages
-
-
-def _norms(weights: Weights) -> dict[str, Any]:
-    """The norms in front of blocks, or the hyper-connections in their places, by name."""
-    layers = {f"layers.{i}": layer for i, layer in enumerate(weights.layers)}
-    found: dict[str, Any] = {"norm": weights.norm}
-    if weights.draft_head is not None:
-        layers["draft_head.layer"], found["draft_head.norm"] = weights.draft_head.layer, weights.draft_head.norm
-    found |= {f"{name}.input_norm": layer.input_norm for name, layer in layers.items()}
-    return found | {f"{name}.post_norm": layer.post_norm for name, layer in layers.items()}
 
 
 def _first_matrix(i: int, layer: GdnLayer | AttnLayer) -> str:
@@ -97,7 +86,7 @@ class QwenGpu:
         self.experts = experts
         self.watch: Callable[[Tensor], object] | None = None
         """Takes the residual stream behind each sum of a prefill that is not recorded."""
-        self.norms = _norms(self.weights)
+        self.norms = norms_of(self.weights)
         self.connections = HyperConnections(shape, self.norms, self.linears) if shape.n_streams > 1 else None
         self.ngrams = None if shape.ngrams is None else NgramLayer(shape, self.weights, self.linears)
         self.max_len = max_len
@@ -427,15 +416,9 @@ class QwenGpu:
         return self._choose(layer, proj, rows, batch, b, memory.index[:, -1], max_len)
 
     def _draft_keys(self, proj: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory) -> None:
-        n = proj.shape[1]
-        rows = b.rows.front(n)
-        keys_decode(
-            proj,
-            self.heads,
-            self._attention(self._head.layer),
-            rows=Rows(rows.batch_slot, g.rows.kept[:n], rows.position, angle_shift=rows.angle_shift),
-            cache=self._cache(memory, -1, batch.page_table),
-        )
+        n, cache, w = proj.shape[1], self._cache(memory, -1, batch.page_table), self._attention(self._head.layer)
+        rows = replace(b.rows.front(n), state_slot=g.rows.kept[:n], drafts=None)
+        keys_decode(proj, self.heads, w, rows=rows, cache=cache)
 
     def draft_keys(
         self, n: int, drawn: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -45,3 +46,13 @@ class Shard:
     @property
     def n_head_rows(self) -> int:
         return self.linears.matrices["lm_head"].n
+
+
+def norms_of(weights: Weights) -> dict[str, Any]:
+    """The norms in front of blocks, or the hyper-connections in their places, by name."""
+    layers = {f"layers.{i}": layer for i, layer in enumerate(weights.layers)}
+    found: dict[str, Any] = {"norm": weights.norm}
+    if weights.draft_head is not None:
+        layers["draft_head.layer"], found["draft_head.norm"] = weights.draft_head.layer, weights.draft_head.norm
+    found |= {f"{name}.input_norm": layer.input_norm for name, layer in layers.items()}
+    return found | {f"{name}.post_norm": layer.post_norm for name, layer in layers.items()}

@@ -20,7 +20,8 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu import kv
-from deltic.ops.gpu.attention_decode import all_attended, attended, finish
+from deltic.ops.gpu.attention_decode import all_attended
+from deltic.ops.gpu.attention_parts import attended, finish
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, wait_for_front
 from deltic.ops.gpu.kv import PLAIN

@@ -31,7 +31,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
-from deltic.ops.gpu.attention_decode import attended, finish, merged, new_key, record, rotated, turn
+from deltic.ops.gpu.attention_parts import attended, finish, merged, new_key, record, rotated, turn
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch, next_power_of_2

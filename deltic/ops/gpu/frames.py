@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import N_CODES, AttentionHeads, AttentionWeights
-from deltic.ops.gpu.attention_decode import rotated, summed, turn
+from deltic.ops.gpu.attention_parts import rotated, summed, turn
 from deltic.ops.gpu.blocks import BLOCK, BatchState, Blocks, Rows
 from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.launch import launch, next_power_of_2

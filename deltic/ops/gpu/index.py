@@ -33,7 +33,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionWeights, IndexHeads
-from deltic.ops.gpu.attention_decode import summed
+from deltic.ops.gpu.attention_parts import summed
 from deltic.ops.gpu.attention_prefill import TEXT, Axes
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Rows
 from deltic.ops.gpu.chip import wait_for_front
