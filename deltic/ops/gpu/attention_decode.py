@@ -159,8 +159,8 @@ def _ask_for(p_page, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _attended_codes(b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs, b_old, scale, KV: tl.constexpr):
-    """Does what `attended` does, of quantised keys, two dims a place. b_sum, b_least [PAGE, GROUP]: of each key
-    of all tiles.
+    """Does what `attended` does, of quantised keys, two dims a place. b_sum, b_least [PAGE, GROUP]: of each
+    key of all tiles.
 
     floats: scales of keys and of values, and least values, [PAGE, 1]. Weights are float16, of at most 2^15:
     what is called the maximum is that of score + log2(value scale), less 15.
