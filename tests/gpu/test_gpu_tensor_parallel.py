@@ -267,6 +267,8 @@ def test_ranks_guess_as_one(kind: str, peer: bool) -> None:
     assert kind != "dense" or found.plain == expected.plain
     errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]
     assert statistics.median(errors) < 0.02 and max(errors) < 0.1
+    if peer:  # one rank that has both parts
+        assert of_ranks(directory, settled(config, Gpu((), 1, N_RANKS), 2 << 30)[1], guessed) == found
 
 
 def check_next_to(found: Answers, expected: Answers, kind: str) -> None:

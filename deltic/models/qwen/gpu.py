@@ -421,12 +421,15 @@ class QwenGpu:
         keys_decode(proj, self.heads, w, rows=rows, cache=cache)
 
     def draft_keys(
-        self, n: int, drawn: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
+        self, n: int, drawn: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: Sequence[GpuMemory]
     ) -> None:
-        """The head's keys and values of a step's n rows, as far as they count. drawn: int32 [N], by it."""
+        """The head's keys and values of a step's n rows, as far as they count. drawn: int32 [N], by it.
+        memory: of each shard.
+        """
         normed, step = self._draft_rows(n, drawn, b, g), b.rows.front(n)
-        self._draft_chosen(normed, replace(step, state_slot=g.rows.kept[:n]), batch, b, memory, 0)
-        self._draft_keys(self.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8), batch, b, g, memory)
+        self._draft_chosen(normed, replace(step, state_slot=g.rows.kept[:n]), batch, b, memory[0], 0)
+        for shard, of in zip(self.shards, memory, strict=True):
+            self._draft_keys(shard.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8), batch, b, g, of)
 
     def draft_guess(
         self,
@@ -435,7 +438,7 @@ class QwenGpu:
         batch: BatchState,
         b: DecodeBuffers,
         g: HeadBuffers,
-        memory: GpuMemory,
+        memory: Sequence[GpuMemory],
         max_len: int,
     ) -> Tensor:
         """Logits of one guess for each sequence of a step of n rows, float32 [n, n_drafted], in the row from
@@ -445,29 +448,42 @@ class QwenGpu:
         The logits stand where those of the step stood. A row behind guesses has its keys and values where the
         next step writes those of the token that is right there, before anything reads them.
         """
-        shape, head, linears = self.shape, self._head, self.linears
+        shape, head = self.shape, self._head
         h, size, is_first = shape.hidden_size, shape.stream_size, drawn is not None
         step, guesses, normed = b.rows.front(n), g.rows.front(n), self._draft_rows(n, drawn, b, g)
         drafts = step.drafts if is_first else None
         own = replace(step, state_slot=guesses.last, position=guesses.position, drafts=drafts)
         all_own = replace(own, state_slot=guesses.kept) if is_first else own
-        chosen = self._draft_chosen(normed, all_own, batch, b, memory, max_len)
-        proj = linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
-        if is_first and chosen is not None:  # a row may read those in front of it in any of its splits
-            self._draft_keys(proj, batch, b, g, memory)
-            own = replace(own, drafts=None)
+        chosen = self._draft_chosen(normed, all_own, batch, b, memory[0], max_len)
         name, mixed = "draft_head.layer.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
-        made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
-        cache, w = self._cache(memory, -1, batch.page_table, chosen), self._attention(head.layer)
-        attention_decode(proj, self.heads, w, rows=own, cache=cache, scratch=b.attention, max_len=max_len, out=made)
-        if is_first:  # once more, by what writes them where nothing is guessed: the bits are the same then
-            self._draft_keys(proj, batch, b, g, memory)
+        made, w = Operand(mixed, self._codes(b.fp8, name, is_cut=True)), self._attention(head.layer)
+        reads = own if chosen is None else replace(own, drafts=None)
+
+        def mixer(i: int, flat: Tensor) -> Tensor:
+            of, linears = memory[i], self.shards[i].linears
+            proj = linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
+            if is_first and chosen is not None:  # a row may read those in front of it in any of its splits
+                self._draft_keys(proj, batch, b, g, of)
+            cache = self._cache(of, -1, batch.page_table, chosen)
+            attention_decode(
+                proj, self.heads, w, rows=reads, cache=cache, scratch=b.attention, max_len=max_len, out=made
+            )
+            if is_first:  # once more, by what writes them where nothing is guessed: with the same bits
+                self._draft_keys(proj, batch, b, g, of)
+            return linears.partial(name, made.rows, flat, made.codes)
+
+        partial = self._of_shards(b.partial, mixer)
         residual, normed, hidden = front(b.residual, n, size), front(b.normed, n, h), front(g.hidden, n, size)
-        partial = linears.partial(name, made.rows, b.partial, made.codes)
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
         codes = self._codes(b.fp8, name, mlp)
         rows = self._add_norm(residual, partial, "draft_head.layer.post_norm", normed, b, codes)
-        partial = self._decode_feed_forward(self.shards[0], name, mlp, rows, b, guesses.last, b.partial)
+
+        def feed_forward(i: int, flat: Tensor) -> Tensor:
+            shard = self.shards[i]
+            assert shard.draft_head is not None
+            return self._decode_feed_forward(shard, name, shard.draft_head.layer.mlp, rows, b, guesses.last, flat)
+
+        partial = self._of_shards(b.partial, feed_forward)
         final = hidden if b.streams is None else normed
         self._add_norm(residual, partial, "draft_head.norm", final, b)
         if b.streams is not None:
@@ -587,7 +603,13 @@ class QwenGpu:
         return y[None]
 
     def draft_keys_many(
-        self, n_blocks: int, inputs: PrefillInputs, drawn: Tensor, table: Tensor, b: PrefillBuffers, memory: GpuMemory
+        self,
+        n_blocks: int,
+        inputs: PrefillInputs,
+        drawn: Tensor,
+        table: Tensor,
+        b: PrefillBuffers,
+        memory: Sequence[GpuMemory],
     ) -> None:
         """The draft head's keys and values of the tokens of a prefill, behind its draws (int32 [D])."""
         assert inputs.next_ids is not None and b.follows is not None
@@ -612,15 +634,15 @@ class QwenGpu:
             self.connections.read("draft_head.layer.input_norm", streams, None, b.streams, normed, wide=b.wide)
         axes = Axes(inputs.angles, self.shape.mrope_section or ())
         if layer.indexer is not None:
-            assert b.index is not None and memory.index is not None and self.shape.index is not None
-            proj, pages = front(b.proj, t, self.shape.index.row), IndexPages(memory.index[:, -1], table)
+            assert b.index is not None and memory[0].index is not None and self.shape.index is not None
+            proj, pages = front(b.proj, t, self.shape.index.row), IndexPages(memory[0].index[:, -1], table)
             linears.project_many("draft_head.layer.indexer.proj", normed, proj, b.wide)
             w, blocks = self._index(layer), inputs.blocks
             index_prefill(proj, self.shape.index, w, blocks=blocks, pages=pages, scratch=b.index, max_len=0, axes=axes)
-        proj = front(b.proj, t, self.heads.row)
-        linears.project_many("draft_head.layer.qkv", normed, proj, b.wide)
-        cache, w = self._cache(memory, -1), self._attention(layer)
-        keys_prefill(proj, self.heads, w, blocks=inputs.blocks, cache=cache, axes=axes)
+        proj, w = front(b.proj, t, self.heads.row), self._attention(layer)
+        for shard, of in zip(self.shards, memory, strict=True):
+            shard.linears.project_many("draft_head.layer.qkv", normed, proj, b.wide)
+            keys_prefill(proj, self.heads, w, blocks=inputs.blocks, cache=self._cache(of, -1), axes=axes)
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers, who: AdapterRows | None = None) -> Tensor:
         """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most

@@ -36,7 +36,7 @@ class Shard:
     """Shard of a model that a GPU has. Mostly it is the only one."""
 
     def __init__(self, weights: Weights, targets: Targets | None = None) -> None:
-        self.layers = weights.layers
+        self.layers, self.draft_head = weights.layers, weights.draft_head
         are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
         self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
         """Number of layers of the same kind in front of each layer: where its memory lies."""

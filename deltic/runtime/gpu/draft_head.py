@@ -39,7 +39,7 @@ class DraftHead:
         model: QwenGpu,
         workspace: GpuWorkspace,
         guesses: Guesses[HeadBuffers],
-        memory: GpuMemory,
+        memory: list[GpuMemory],
         plan: TextPlan,
         recordings: Recordings,
     ) -> None:

@@ -183,7 +183,7 @@ class GpuTextRunner(GpuRunner):
         )
         self.draft_head: DraftHead | None = None
         if w.guesses is not None:
-            self.draft_head = DraftHead(self.model, w, w.guesses, self.memory[0], plan, recordings=self.recordings)
+            self.draft_head = DraftHead(self.model, w, w.guesses, self.memory, plan, recordings=self.recordings)
         self.block_drafter: GpuBlockDrafter | None = None
         if plan.drafter is not None and drafter is not None and w.blocks is not None:
             own = DFlashGpu(plan.drafter, drafter, self.model)
