@@ -576,7 +576,7 @@ MEASURED = (
 )
 """Settings of an engine that benches of a model on a GPU take, too."""
 
-DECIDE_BITS = ("state_dtype", "tp_invariant", "lever", "seed")
+DECIDE_BITS = ("revision", "quantize_rest", "rope_scaling", "state_dtype", "tp_invariant", "lever", "seed")
 """Settings that decide the bits of answers, beside what an engine tells of itself."""
 
 _FOR_A_CHILD = """

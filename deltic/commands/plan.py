@@ -17,7 +17,6 @@ from rich.table import Table
 from deltic.config import ConfigError, EngineConfig, ModelConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.models.checkpoint import ALL_FILES, DEMO, model_name, speaks, text_directory, tokenizer_directory
-from deltic.models.fields import CheckpointError
 from deltic.models.files import PACKED
 from deltic.models.gguf import is_gguf
 from deltic.models.hub import is_hub_name, outline, wanted_of
@@ -73,9 +72,10 @@ def report(config: EngineConfig, format: str | None = None) -> str:
                 path = sketched(config.model, config.revision, config.tokenizer is not None)
                 planned, has_vocabulary = dataclasses.replace(planned, model=str(path), revision=None), is_gguf(path)
             return _report(planned, has_vocabulary, format)
-        except (CheckpointError, ConfigError) as error:
+        except ValueError as error:
             places = rf"{re.escape(folder)}/([^/]*)/snapshots/\w*"
-            raise type(error)(re.sub(places, lambda found: said[found[1]], str(error))) from error
+            error.args = (re.sub(places, lambda found: said[found[1]], str(error)),)
+            raise
 
 
 def _check_text(config: EngineConfig, has_vocabulary: bool) -> None:

@@ -5,6 +5,8 @@ That it changes no answer is shown with all other drafts, in test_gpu_drafts.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.geometry import PAGE_SIZE
 from tests.cpu.test_reference import prompt
 from tests.heads import KINDS, kept, loaded, run, sequence
+from tests.planned import settled
 from tests.reference.layers import linear, rms_norm
 from tests.reference.model import draft_states, draft_trunk, hidden_states, trunk
 from tests.tiny import tiny_checkpoint
@@ -28,6 +31,7 @@ from tests.tiny_gguf import tiny_gguf
 pytest.importorskip("triton")
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_on, guess_rows
+from deltic.ops.gpu.linear import DECODED_ROWS
 from deltic.ops.gpu.norm import add_norm
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
@@ -216,6 +220,17 @@ def test_quantised_heads(stored: str) -> None:
     assert len(run(runner, of, 1, 2)) == 2
     logits = runner.workspace.decode.logits[:N_REAL_VOCAB]
     assert logits.isfinite().all() and logits.std() > 0.1
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 4, 8])
+def test_short_prefills_have_room_for_decoded_weights_of_a_head_over_streams(n_blocks: int) -> None:
+    """Its first product has a row for each of four streams: from two blocks on so many that weights are decoded once."""
+    config = EngineConfig(
+        model=str(small_checkpoint("flash")), max_drafts=2, max_step_tokens=n_blocks * PAGE_SIZE, quantize="int8", device="cuda"
+    )  # fmt: skip
+    for max_drafts, n_rows in ((2, 4 * PAGE_SIZE), (0, PAGE_SIZE)):
+        _, plan = settled(replace(config, max_drafts=max_drafts), Gpu(), 2 << 30)
+        assert ("decoded weights" in plan.workspace) == (n_blocks * n_rows > DECODED_ROWS)
 
 
 @pytest.mark.parametrize("kind", ["dense", "flash", pytest.param("next", marks=pytest.mark.long)])

@@ -93,13 +93,24 @@ def test_marks_of_a_prefix_cache_ask_for_nothing(engine: FakeEngineClient, url: 
         assert plain == marked
 
 
+FINGERPRINTED: list[dict[str, Any]] = [
+    {"tp_invariant": 2},
+    {"state_dtype": "bfloat16"},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+    {"quantize_rest": "int8"},
+    {"model": "org/name", "revision": "v2"},
+]
+
+
 def test_a_fingerprint_in_answers(url: str) -> None:
     for ask in (chat, completion):
         prints = {ask(url)["system_fingerprint"], *(chunk["system_fingerprint"] for chunk in ask(url, stream=True))}
         assert len(prints) == 1
-    rounded, in_parts, short = FakeEngineClient(precision="int4"), FakeEngineClient(), FakeEngineClient()
-    in_parts.config, short.config = EngineConfig(tp_invariant=2), EngineConfig(state_dtype="bfloat16")
-    for client in (rounded, in_parts, short):
+    clients = [FakeEngineClient(precision="int4")]
+    for settings in FINGERPRINTED:
+        clients.append(FakeEngineClient())
+        clients[-1].config = EngineConfig(**settings)
+    for client in clients:
         with served(make_app(client)) as other:
             found = chat(other)["system_fingerprint"]
         assert found not in prints

@@ -158,10 +158,8 @@ class DFlashGpu:
         """
         assert b.features is not None
         n, w, h, eps = len(rows.position), self.weights, self.shape.hidden_size, self.shape.rms_norm_eps
-        partial, normed = (
-            self.linears.partial("fc", front(b.features, n, w.fc.k), g.partial, g.fp8),
-            front(b.normed, n, h),
-        )
+        partial = self.linears.partial("fc", front(b.features, n, w.fc.k), g.partial, g.fp8)
+        normed = front(b.normed, n, h)
         add_norm(partial[0], partial[1:] if len(partial) > 1 else None, w.hidden_norm, eps, normed)
         proj = self.linears.partial("keys", normed, g.proj, g.fp8)
         weights = AttentionWeights(self._k_norms, self._k_norms, eps, self.cos, self.sin)

@@ -126,9 +126,8 @@ class QwenGpu:
         """
         eps, exchange, w = self.shape.rms_norm_eps, self.exchange, self.norms[name]
         kind = "prefill" if isinstance(b, PrefillBuffers) else "decode"
-        if (
-            codes is not None and len(self.shards) > 1
-        ):  # one's products overwrite them, and the next one's would read them
+        # of several shards, one's products overwrite them, and the next one's would read them
+        if codes is not None and len(self.shards) > 1:
             codes = codes.rounded_by(0)
         if self.connections is not None:
             assert b.streams is not None

@@ -209,9 +209,10 @@ def prefill_buffers(
         many.append((shape.stream_rank + shape.n_streams, shape.stream_size))
     if shape.ngrams is not None:
         many.append((shape.stream_size + h, shape.ngrams.width))
-    hidden = follows = None
+    hidden, follows, each = None, None, 1
     if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
-        many += [(h, 2 * h), (1, 2 * shape.stream_size)]  # a row a stream
+        each = shape.n_streams  # a row a stream
+        many += [(h, 2 * h), (1, 2 * shape.stream_size)]
         widest.append(2 * shape.stream_size)
         follows = allocate("prefill ids behind", (t,), torch.int32)
     if (shape.has_draft_head and shape.n_streams == 1) or shape.keeps_hidden or shape.feature_layers:
@@ -226,7 +227,7 @@ def prefill_buffers(
         query=allocate("prefill queries", (t * q_size,), bf16),
         gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
         moe=moe,
-        wide=wide_scratch(t, max(m * k for m, k in many), max(k for _, k in many), codes, allocate),
+        wide=wide_scratch(t, max(m * k for m, k in many), max(k for _, k in many), codes, allocate, each=each),
         final=allocate("final", (n_segments, h), bf16),
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
         hidden=hidden,

@@ -576,11 +576,14 @@ DECODED_ROWS = 256
 """Rows up to which a weight is decoded on its way to the product. For more rows it is decoded once."""
 
 
-def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str], allocate: Allocate) -> WideScratch:
-    """Workspaces for up to n_rows rows, matrices of up to `largest` elements and `widest` columns, and these
-    codes of weights. allocate(name, size, dtype) gives a tensor.
+def wide_scratch(
+    n_rows: int, largest: int, widest: int, codes: Collection[str], allocate: Allocate, *, each: int = 1
+) -> WideScratch:
+    """Workspaces for up to n_rows rows, or `each` times as many that are as many times narrower, matrices of
+    up to `largest` elements and `widest` columns, and these codes. allocate(name, size, dtype) gives a
+    tensor.
     """
-    decodes = n_rows > DECODED_ROWS and bool(set(codes) - set(FLOATS))
+    decodes = n_rows * each > DECODED_ROWS and bool(set(codes) - set(FLOATS))
     return WideScratch(
         allocate("decoded weights", (largest,), torch.bfloat16) if decodes else None,
         fp8_rows("prefill e4m3 rows", n_rows, widest, allocate, largest) if "e4m3" in codes else None,
