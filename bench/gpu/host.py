@@ -86,7 +86,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = [int(n) for n in arguments.n.split(",")]
     runners = [make_runner(max(sizes)) for _ in range(arguments.ranks)]
-    runner = as_ranks(runners) if len(runners) > 1 else runners[0]
+    runner: GpuTextRunner | ParallelRunner = as_ranks(runners) if len(runners) > 1 else runners[0]
     gc.collect()
     gc.freeze()  # as the engine's process does
     rows = []

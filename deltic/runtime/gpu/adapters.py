@@ -24,7 +24,7 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, whole
 from deltic.ops.arrays import Array, raw
 from deltic.ops.gpu.lora import ALIGNED, SEGMENT_WORDS, WORDS, padded
-from deltic.runtime.adapters import Adapters
+from deltic.runtime.adapters import AdapterMemory, Adapters
 from deltic.runtime.plan import TextPlan
 
 PIECE_BYTES = 4 << 20
@@ -201,6 +201,5 @@ class JointMemory:
 
 def open_adapters(plan: TextPlan, memory: Sequence[GpuAdapterMemory]) -> Adapters:
     """Starts the adapters of a model. memory: of each of its parts, by GPU."""
-    return Adapters(
-        whole(plan.shape, plan.cuts), plan.adapters, JointMemory(memory, plan.cuts) if plan.cuts else memory[0]
-    )
+    of_all: AdapterMemory = JointMemory(memory, plan.cuts) if plan.cuts else memory[0]
+    return Adapters(whole(plan.shape, plan.cuts), plan.adapters, of_all)
