@@ -100,6 +100,8 @@ OF_BLOCKS |= {
     "_add_scores_kernel",
 }
 """Those of block drafters, of two kinds."""
+WITH_SLOTS = {"keep_kernel", "fetch_kernel", "stage_kernel", "gate_up_kernel", "down_kernel"}
+"""The same where a mixture's experts are outside the GPU."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 128
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product. Triton 3.9 leaves 72 of
@@ -209,7 +211,12 @@ def test_what_a_chip_has() -> None:
 
 @cache
 def _plan(
-    model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapters: bool = False, drafter: str = ""
+    model: str,
+    max_drafts: int = 0,
+    has_pictures: bool = False,
+    has_adapters: bool = False,
+    drafter: str = "",
+    expert_gb: float | None = None,
 ) -> Any:
     """A tiny model, perhaps with a block drafter of this kind, or a published shape with all the memory it may want."""
     from deltic.config import EngineConfig
@@ -238,7 +245,7 @@ def _plan(
         config = replace(config, draft_model=str(tiny_drafter(drafter)))
     if has_adapters:
         config = replace(config, allow_lora_loading=True, max_loras=4, lora_gb=0.01)
-    return settled(config, Gpu(), free_bytes)[1]
+    return settled(replace(config, expert_memory=expert_gb), Gpu(), free_bytes)[1]
 
 
 def _jobs(
@@ -249,11 +256,12 @@ def _jobs(
     kv_dtype: str = "bf16",
     has_adapters: bool = False,
     drafter: str = "",
+    expert_gb: float | None = None,
 ) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.runtime.gpu.collect import collect
 
-    plan = _plan(model, max_drafts, has_pictures, has_adapters, drafter)
+    plan = _plan(model, max_drafts, has_pictures, has_adapters, drafter, expert_gb)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=dummy_formats(plan.shape, format)))
     plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
@@ -336,6 +344,11 @@ def _compile(name: str) -> list[Compiled]:
     of_drafts = [job for job in dict.fromkeys(of_drafts) if job.name in WITH_DRAFTS and job not in jobs]
     jobs += of_drafts if IS_FULL else _some(of_drafts)
     assert {job.name for job in of_drafts} == WITH_DRAFTS
+    walks = product(IN_FORMATS[1:], WEIGHT_FORMATS) if IS_FULL else product(["moe"], ["bf16", *FEW_FORMATS])
+    of_slots = [job for walk in walks for job in _jobs(*walk, expert_gb=4.0 if IS_FULL else 0.0)]
+    of_slots = [job for job in dict.fromkeys(of_slots) if job.name in WITH_SLOTS and job not in jobs]
+    assert {job.name for job in of_slots} == WITH_SLOTS
+    jobs += of_slots if IS_FULL else _some(of_slots)
     of_pictures = [
         job for model in (SEEING if IS_FULL else ("qwen3.5-27b",)) for job in _jobs(model, has_pictures=True)
     ]
