@@ -206,23 +206,18 @@ class Tts:
         self.predictor = _Layers("predictor", shape.predictor, weights.predictor, self.linears, N_CODES)
 
     def record(
-        self,
-        program: Program,
-        inputs: SpeechInputs,
-        memory: SpeechMemory,
-        draws: PredictorDraws,
-        act: SpeechActivations,
+        self, program: Program, step: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
     ) -> None:
         """Appends the whole forward: rows and code 0 of each frame to draws.codes and act.logits[:S]."""
-        w, talker, rows = self.weights, act.talker, inputs.rows
-        self.record_texts(program, inputs, act, act.text_rows[PAD_ROW + 1 :])
-        self._record_frames(program, inputs, memory, draws, act)
-        sources = inputs.side, inputs.text_row, w.codec_table, inputs.voice_rows, act.text_rows
+        w, talker, rows = self.weights, act.talker, step.rows
+        self.record_texts(program, step, act, act.text_rows[PAD_ROW + 1 :])
+        self._record_frames(program, step, memory, draws, act)
+        sources = step.side, step.text_row, w.codec_table, step.voice_rows, act.text_rows
         talker_rows(program, *sources, talker.residual, rows.n_tokens)
         self.talker.record(program, rows, memory.pages, talker)
         eps = self.shape.talker.rms_norm_eps
-        rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=inputs.last_row)
-        keep_rows(program, act.final, inputs.state_slot, memory.past, rows.n_seqs)
+        rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=step.last_row)
+        keep_rows(program, act.final, step.state_slot, memory.past, rows.n_seqs)
         self.linears.project(program, "head", act.final, act.logits, talker.packed, rows.n_seqs)
 
     def record_texts(self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Array) -> None:
@@ -235,25 +230,20 @@ class Tts:
         add_bias(program, out, w.text_fc2.bias, n)
 
     def _record_frames(
-        self,
-        program: Program,
-        inputs: SpeechInputs,
-        memory: SpeechMemory,
-        draws: PredictorDraws,
-        act: SpeechActivations,
+        self, program: Program, step: SpeechInputs, memory: SpeechMemory, draws: PredictorDraws, act: SpeechActivations
     ) -> None:
         """The residual codes of the frames. The sums of their 16 embeddings go into the talker's first
         rows.
         """
         w, a, eps = self.weights, act.predictor, self.shape.predictor.rms_norm_eps
-        n_frames, n_seqs = inputs.n_frames, act.predictor_pages.shape[0]
+        n_frames, n_seqs = step.n_frames, act.predictor_pages.shape[0]
         sums = act.talker.residual[:n_seqs]
         into = a.residual if act.code_in is None else act.code_in
         for i in range(N_CODES - 1):
-            n_rows = n_frames if i else inputs.n_first_rows
+            n_rows = n_frames if i else step.n_first_rows
             if i == 0:
-                kept = {"past": memory.past, "state_slot": inputs.state_slot}
-                code_rows(program, inputs.code0, w.codec_table, sums, n_frames, rows=into, **kept)
+                kept = {"past": memory.past, "state_slot": step.state_slot}
+                code_rows(program, step.code0, w.codec_table, sums, n_frames, rows=into, **kept)
             else:
                 code_rows(program, draws.codes[i - 1], w.code_tables[i - 1], sums, n_frames, rows=into)
             if w.projection is not None:
