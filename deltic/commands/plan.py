@@ -118,6 +118,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
         whose = " of the GPU's memory" if on_gpu else ""
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
     console.print(_memory_table(plan, weights, on_gpu))
+    for notice in model.notices:
+        console.print(f"{notice[:1].upper()}{notice[1:]}.", markup=False)
     if on_gpu:
         console.print(
             f"The driver, the compiled kernels and the recorded steps take up to {device.text.reserve_bytes / 1e9:.1f} GB of the "
