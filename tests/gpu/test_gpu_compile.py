@@ -30,8 +30,8 @@ from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.weights import dummy_formats, empty_weights
 from deltic.ops.gpu.chip import CHIPS, described, free_bytes, override_arch
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.runtime.gpu import compile
 from deltic.runtime.gpu.collect import _different_layers
+from deltic.runtime.gpu.compile import Compilation
 
 FEW = ("_silu_mul_kernel", "scan", "finish")
 """Kernels that are compiled in little time; the last two share functions that use global constants."""
@@ -140,15 +140,15 @@ def test_an_emulated_card_of_tests_is_each_processs_own(monkeypatch: pytest.Monk
 
 def test_workers_for_an_emulated_chip_compile_under_the_keys_of_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of the environment is part of a key: all kernels were compiled twice."""
-    target, begun = GPUTarget("cuda", 90, 32), []
+    target, begun = GPUTarget("cuda", 90, 32), list[tuple[list[str], dict[str, str]]]()
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target))
-    monkeypatch.setattr(compile.triton.runtime, "driver", driver)
-    monkeypatch.setattr(compile.subprocess, "Popen", lambda command, env, **_: begun.append((command, env)))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: begun.append((command, env)))
     monkeypatch.setattr(triton.knobs.runtime, "override_arch", None)
     monkeypatch.setattr(described, "emulated", "sm_89")
     key = get_cache_invalidating_env_vars()
     override_arch("sm_89")
-    compile.Compilation(1)
+    Compilation(1)
     assert triton.knobs.runtime.override_arch == "sm89" and get_cache_invalidating_env_vars() == key
     ((command, environment),) = begun
     assert command[-1] == "sm_89" and "TRITON_OVERRIDE_ARCH" not in environment
