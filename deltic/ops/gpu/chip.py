@@ -155,10 +155,9 @@ def _check_shared(module: object, function: object, name: str, files: dict[str, 
 
 def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> object:
     """Makes what a kernel gives to `load_tile` for blocks of n_rows rows of `width` elements, `stride` apart:
-    a descriptor, or pointer and stride where there is no TMA (Triton would load 2 bytes at a time there), or
-    where tiles pass through registers: by a descriptor each has its place in shared memory all the time.
+    a descriptor, or pointer and stride where there is no TMA. (Triton would load 2 bytes at a time there.)
     """
-    if chip().multiplies_from_shared:
+    if chip().has_hopper_copies:
         return TensorDescriptor(matrix, [n_rows, width], [stride, 1], [*block])
     return matrix, stride
 
