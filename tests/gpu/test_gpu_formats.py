@@ -13,7 +13,7 @@ from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.blocks import BatchState, Rows
-from deltic.ops.gpu.chip import HOPPER, chip
+from deltic.ops.gpu.chip import CHIPS, HOPPER, chip
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
 from deltic.ops.gpu.linear import (
@@ -409,7 +409,8 @@ def test_dummies_in_e4m3_are_in_blocks(device: str) -> None:
 
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
 def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: int) -> None:
-    monkeypatch.setattr(linear, "chip", lambda: replace(HOPPER, n_sms=sms, shared_bytes=shared))
+    target = HOPPER.target if shared > 128 * 1024 else CHIPS["sm_120"].target
+    monkeypatch.setattr(linear, "chip", lambda: replace(HOPPER, target=target, n_sms=sms, shared_bytes=shared))
     for m, k, splits in (
         (34816, 5120, 1),
         (5120, 17408, 4),
@@ -426,5 +427,6 @@ def test_configurations_fit(monkeypatch: pytest.MonkeyPatch, sms: int, shared: i
                 assert width % (c.block_k * c.unroll) == 0 and (name != "fp8" or c.block_k == k_block(width))
                 a_stage = c.unroll * linear.decoded_block_bytes(c.block_m, c.block_k, n, format)
                 decoded = 2 * c.unroll * c.block_m * c.block_k
-                assert c.num_stages == 2 or c.num_stages * a_stage + decoded <= shared, "what is decoded has room, too"
+                small = shared < 128 * 1024 and c.num_stages > 2
+                assert not small or c.num_stages * a_stage + decoded <= shared, "what is decoded has room, too"
                 assert c.num_stages * a_stage <= shared

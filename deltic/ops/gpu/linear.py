@@ -352,8 +352,8 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
         programs = -(-m // block_m) * splits
         shared //= max(1, min(PROGRAMS_TOGETHER[tokens], -(-programs // sms)))
         stages = FEW_ROWS_STAGES
-    # a small chip: the decoded block passes through shared memory on its way to the matrix units
-    stages = min(stages, (chip().shared_bytes - 1024 - 2 * unroll * block_m * block_k) // block)
+    if not chip().multiplies_from_shared:  # the decoded block passes through shared memory, too
+        stages = min(stages, (chip().shared_bytes - 1024 - 2 * unroll * block_m * block_k) // block)
     return Narrow(block_m, block_k, 4, max(2, min((shared - 1024) // block, stages)), unroll)
 
 
