@@ -28,8 +28,10 @@ from triton.backends.compiler import GPUTarget
 
 from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.weights import dummy_formats, empty_weights
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.chip import CHIPS, described, free_bytes, override_arch
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.gpu import compile as gpu_compile
 from deltic.runtime.gpu.collect import _different_layers
 from deltic.runtime.gpu.compile import Compilation
 
@@ -115,6 +117,16 @@ def test_launches_find_what_workers_compiled(compiled: dict[str, Any]) -> None:
 
 def test_a_finished_configuration_is_known(compiled: dict[str, Any]) -> None:
     assert compiled["first_marked"] and not compiled["second_had_work"]
+
+
+@pytest.mark.parametrize("part", ["shape", "drafter", "tower"])
+def test_a_configuration_is_known_with_the_formats_of_its_files(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decide which kernels it starts, and no shape tells of them."""
+    monkeypatch.setattr(gpu_compile, "device_name", lambda: "a GPU")
+    plain: Any = SimpleNamespace(step_sizes=(), shape=published_shape("qwen3.5-27b"), drafter=None, tower=None)
+    formats = {"layers.0.mlp.down_proj": WEIGHT_FORMATS["fp8"]}
+    other: Any = SimpleNamespace(**vars(plain) | {part: replace(plain.shape, formats=formats)})
+    assert gpu_compile._marker(other) != gpu_compile._marker(plain)
 
 
 def test_failures_are_logged_and_passed_over(compiled: dict[str, Any]) -> None:

@@ -115,8 +115,8 @@ def _marker(plan: Plan[Any]) -> Path:
         for file in sorted((package / name).rglob("*.[cp][uy]")) if (package / name).is_dir() else [package / name]:
             digest.update(file.read_bytes())
     sizes = [*plan.step_sizes]
-    if plan.tower is not None:  # what a shape does not say of itself
-        sizes.append(sorted(f"{name} {format.name}" for name, format in plan.tower.formats.items()))
+    for shape in (plan.shape, plan.tower, plan.drafter):  # what these do not say of themselves
+        sizes.append(sorted(f"{name} {format.name}" for name, format in getattr(shape, "formats", {}).items()))
     machine = (chip(), device_name())
     versions = (triton.__version__, torch.__version__, sys.version)
     digest.update(repr((sizes, bound_levers(), machine, versions)).encode())
