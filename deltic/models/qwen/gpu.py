@@ -28,7 +28,7 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
-from deltic.models.qwen.gpu_shards import Exchange, Shard, norms_of
+from deltic.models.qwen.gpu_shards import Exchange, Shard, keep_features, norms_of, of_shards
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
@@ -195,17 +195,6 @@ class QwenGpu:
                 copy_rows(own[0], out[:, begin : begin + n_own])
             begin += n_own
 
-    def _of_shards(self, flat: Tensor, of_shard: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Partial sums of all shards, [shards * S, n, H], in the front of `flat`. of_shard(i, flat) gives
-        those of one, in the front of what is left of it.
-        """
-        at = 0
-        for i in range(len(self.shards)):
-            found = of_shard(i, flat[at:])
-            at += found.numel()
-        assert at == len(self.shards) * found.numel()
-        return front(flat, len(self.shards) * len(found), *found.shape[1:])
-
     # A decode.
 
     def decode(
@@ -236,22 +225,16 @@ class QwenGpu:
             partial = self._add_ngrams(layer, residual, partial, rows, b, memory[0])
             codes = self._codes(b.fp8, _first_matrix(i, layer), is_cut=True)
             normed = self._add_norm(residual, partial, f"layers.{i}.input_norm", out, b, codes)
-            self._keep_features(i - 1, residual, b.features)
-            partial = self._of_shards(b.partial, partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len))
+            keep_features(self.shape.feature_layers, i - 1, residual, b.features)
+            mixer = partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len)
+            partial = of_shards(self.shards, b.partial, mixer)
             codes = self._codes(b.fp8, f"layers.{i}.mlp.", layer.mlp)
             normed = self._add_norm(residual, partial, f"layers.{i}.post_norm", out, b, codes)
-            partial = self._of_shards(b.partial, partial_of(self._decode_mlp, i, normed, b))
+            partial = of_shards(self.shards, b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, "norm", out, b)
         logits = front(b.logits, 1, n, shape.vocab_size)
         self._logits(out, logits, b.fp8, "decode", who)
         return logits[0]
-
-    def _keep_features(self, i: int, residual: Tensor, features: Tensor | None) -> None:
-        """Copies the residual stream behind layer i, float32 [N, H], where a block drafter reads it."""
-        if features is not None and i in self.shape.feature_layers:
-            n, h = residual.shape
-            first = self.shape.feature_layers.index(i) * h
-            copy_rows(residual, front(features, n, len(self.shape.feature_layers) * h)[:, first : first + h])
 
     def _add_ngrams(
         self,
@@ -471,7 +454,7 @@ class QwenGpu:
                 self._draft_keys(proj, batch, b, g, of)
             return linears.partial(name, made.rows, flat, made.codes)
 
-        partial = self._of_shards(b.partial, mixer)
+        partial = of_shards(self.shards, b.partial, mixer)
         residual, normed, hidden = front(b.residual, n, size), front(b.normed, n, h), front(g.hidden, n, size)
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
         codes = self._codes(b.fp8, name, mlp)
@@ -482,7 +465,7 @@ class QwenGpu:
             assert shard.draft_head is not None
             return self._decode_feed_forward(shard, name, shard.draft_head.layer.mlp, rows, b, guesses.last, flat)
 
-        partial = self._of_shards(b.partial, feed_forward)
+        partial = of_shards(self.shards, b.partial, feed_forward)
         final = hidden if b.streams is None else normed
         self._add_norm(residual, partial, "draft_head.norm", final, b)
         if b.streams is not None:
@@ -524,14 +507,14 @@ class QwenGpu:
             added = self._add_ngrams(layer, residual, added, inputs.blocks, b, memory[0])
             codes = self._codes(b.wide.rows, _first_matrix(i, layer))
             normed = self._add_norm(residual, added, f"layers.{i}.input_norm", out, b, codes)
-            self._keep_features(i - 1, residual, b.features)
+            keep_features(self.shape.feature_layers, i - 1, residual, b.features)
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
-            added = self._of_shards(b.y, mixer)
+            added = of_shards(self.shards, b.y, mixer)
             codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
             normed = self._add_norm(residual, added, f"layers.{i}.post_norm", out, b, codes)
             if ahead is not None:
                 ahead.wait(filled[i])
-            added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
+            added = of_shards(self.shards, b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None or self.watch is not None:
             self._add_norm(residual, added, "norm", out if b.hidden is None else front(b.hidden, t, h), b)
         elif self.connections is not None and b.follows is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.qwen.weights import GdnLayer, Weights
+from deltic.ops.arrays import front
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.gpu.all_reduce import Columns, Rank
+from deltic.ops.gpu.launch import copy_rows
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,25 @@ def norms_of(weights: Weights) -> dict[str, Any]:
         layers["draft_head.layer"], found["draft_head.norm"] = weights.draft_head.layer, weights.draft_head.norm
     found |= {f"{name}.input_norm": layer.input_norm for name, layer in layers.items()}
     return found | {f"{name}.post_norm": layer.post_norm for name, layer in layers.items()}
+
+
+def of_shards(shards: Sequence[Shard], flat: Tensor, of_shard: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Partial sums of all shards, [shards * S, n, H], in the front of `flat`. of_shard(i, flat) gives those
+    of one, in the front of what is left of it.
+    """
+    at, n = 0, len(shards)
+    for i in range(n):
+        found = of_shard(i, flat[at:])
+        at += found.numel()
+    assert at == n * found.numel()
+    return front(flat, n * len(found), *found.shape[1:])
+
+
+def keep_features(layers: tuple[int, ...], i: int, residual: Tensor, features: Tensor | None) -> None:
+    """Copies the residual stream behind layer i, float32 [N, H], where a block drafter reads it: those behind
+    these layers, side by side.
+    """
+    if features is not None and i in layers:
+        n, h = residual.shape
+        first = layers.index(i) * h
+        copy_rows(residual, front(features, n, len(layers) * h)[:, first : first + h])
