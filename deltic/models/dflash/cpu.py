@@ -166,16 +166,10 @@ class DFlash:
             confidence(program, b.final, rows, embedded, (head.weight, head.bias), b.chance)
 
     def _prepare(
-        self,
-        program: Program,
-        layer: DrafterLayer,
-        proj: Array,
-        inputs: AttentionInputs,
-        pages: Array,
-        b: DrafterBuffers,
+        self, program: Program, layer: DrafterLayer, proj: Array, step: AttentionInputs, pages: Array, b: DrafterBuffers
     ) -> None:
         weights = AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
-        attn_prepare(program, proj, self.heads, weights, inputs, KvPages(pages), b.query[: len(proj)])
+        attn_prepare(program, proj, self.heads, weights, step, KvPages(pages), b.query[: len(proj)])
 
     def _convolved(
         self, program: Program, conv: BlockConv | None, x: Array, inputs: BlockInputs, b: DrafterBuffers
