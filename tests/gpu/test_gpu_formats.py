@@ -28,7 +28,7 @@ from deltic.ops.gpu.linear import (
     wide_scratch,
 )
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
-from deltic.ops.gpu.weight import DeviceStore, unpack
+from deltic.ops.gpu.weight import MADE, DeviceStore, _random, unpack
 from deltic.ops.matrix import Matrix, Segment, planes
 from tests.gpu.matrices import e4m3_rows
 from tests.quantised_rows import operands, random_rows
@@ -391,6 +391,16 @@ def test_dummy_weights_are_as_large_as_they_would_be(device: str, name: str) -> 
     found = unpack(w.whole)
     assert 0.012 < float(found.std()) < 0.035 and abs(float(found.mean())) < 0.006
     assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in MADE])
+def test_dummy_weights_make_nothing_of_what_inputs_have_in_common(name: str) -> None:
+    """Inputs above 0 are met by as much below 0: else all tokens grow alike, and choose the same experts. A
+    scale whose sign changed by rows alone left sums of up to 18 times what random weights have.
+    """
+    block = (np.random.default_rng(0).standard_normal((64, 2048)) * 0.02).astype(bfloat16)
+    values = _random(WEIGHT_FORMATS[name], block).values()
+    assert np.square(values.sum(1)).mean() < 3 * 2048 * values.var()
 
 
 def test_dummies_in_e4m3_are_in_blocks(device: str) -> None:

@@ -247,8 +247,9 @@ def unpack(segment: Segment) -> Tensor:
 
 def _random(format: WeightFormat, values: Array) -> Quantised:
     """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as
-    large. Its sign changes from row to row, where it has one: integers have not quite the mean 0, and a mean
-    that all rows share would grow from layer to layer until all tokens are alike.
+    large. Its sign changes from group to group and from row to row, where it has one: codes have not quite the
+    mean 0, and what a mean makes of inputs that are above 0 grows from layer to layer until all tokens are
+    alike, and choose the same experts.
     """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
     codes = codes_in(format.codes, values.view(np.uint8)[:, ::2])
@@ -270,12 +271,11 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
         None if dtype is None or size is None else np.broadcast_to(np.array(value, dtype), (n, *size)).copy()
         for value, dtype, size in zip((scale, least, outer), dtypes, sizes, strict=True)
     ]
-    signed = [
-        part for part, dtype in zip(filled, dtypes, strict=True) if dtype is not None and np.dtype(dtype).kind in "fV"
-    ]
-    if format.codes != "e4m3":
-        for part in signed:
-            part[::2] *= -1
+    if kind not in ("e8m0", "e4m3") and format.codes != "e4m3":
+        groups = [part for part in filled[:2] if part is not None and part.dtype.kind in "ifV"]
+        for part in groups or filled[2:]:
+            part[::2, ::2] *= -1
+            part[1::2, 1::2] *= -1
     return Quantised(format, codes, *filled)
 
 
