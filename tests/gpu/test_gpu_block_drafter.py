@@ -261,7 +261,7 @@ def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prefix_brings_its_keys_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the tree, and from the disk behind a restart: guesses behind it are those of a prompt that was computed."""
     monkeypatch.setattr(Drafter, "propose", lambda self, *_: [])  # so each run has the same steps
-    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     kept: list[list[list[int]]] = []
 
     def ask(engine: Engine) -> int:

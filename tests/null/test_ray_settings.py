@@ -173,7 +173,7 @@ def test_a_server_that_is_told_twice_to_start_has_one_engine(monkeypatch: pytest
     hosts = []
 
     class Host:
-        def __init__(self, clients: Any, **_: Any) -> None:
+        def __init__(self, clients: Any, config: Any) -> None:
             hosts.append(self)
 
         async def start(self) -> None:
