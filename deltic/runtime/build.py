@@ -181,7 +181,7 @@ def settle_text(
     if n_idle := sum(part.is_idle for part in cuts):
         notices = (
             *notices,
-            f"{n_idle} of {len(cuts)} parts have no inner columns that are theirs: groups of scales are wide",
+            f"{n_idle} of {len(cuts)} parts have no inner columns of their own in some matrices: groups of scales are wide",
         )
     bytes_of = partial(device.text.adapter_bytes, cuts=cuts)
     adapters = adapter_room(config, given_adapters(config, shape), bytes_of)
@@ -227,7 +227,8 @@ def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape, devic
     device.text.check_drafter(drafter)
     if device.n_cuts > 1:
         raise ConfigError(
-            f"draft model {place}: a model in {device.n_cuts} parts runs none yet; leave it out, or give --tensor-parallel 1"
+            f"draft model {place}: a model in {device.n_cuts} parts runs none yet; leave it out, give --max-drafts 0, or run one "
+            "part (--tensor-parallel 1, no --tp-invariant)"
         )
     return FoundDrafter(place, drafter)
 

@@ -155,7 +155,7 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tp_invariant=2)))
     assert "Allocated before ready, 2 of 2 parts" in report
     wide = EngineConfig(dummy="qwen3.5-35b-a3b", device="cuda", memory_gb=130.0, tensor_parallel=8)
-    told = "4 of 8 parts have no inner columns that are theirs"
+    told = "4 of 8 parts have no inner columns of their own in some matrices"
     assert told in words(fit.report(wide, format="fp8")) and told not in words(fit.report(wide))
 
 

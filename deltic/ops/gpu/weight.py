@@ -247,9 +247,9 @@ def unpack(segment: Segment) -> Tensor:
 
 def _random(format: WeightFormat, values: Array) -> Quantised:
     """Rows of random codes, the low bits of bfloat16 values [n, k], with one scale that makes them about as
-    large. Its sign changes from group to group and from row to row, where it has one: codes have not quite the
-    mean 0, and what a mean makes of inputs that are above 0 grows from layer to layer until all tokens are
-    alike, and choose the same experts.
+    large. Its sign changes from group to group and from row to row, where it has one: codes have not quite
+    the mean 0. What a mean makes of inputs that are above 0 would grow from layer to layer, until all tokens
+    are alike and choose the same experts.
     """
     n, dtypes, sizes = len(values), format.dtypes, format.sizes(values.shape[1])
     codes = codes_in(format.codes, values.view(np.uint8)[:, ::2])
