@@ -22,6 +22,11 @@ def cell(row: Row) -> str:
     return f"{shown(row['step_ms'])} (p90 {shown(row['p90_ms'])})"
 
 
+def by_shape(runs: Runs, kind: str) -> list[Run]:
+    """The newest of a kind, such as `lora`, of each shape."""
+    return [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{kind}-{shape}-*.json", gpu=True)]
+
+
 def decodes(runs: Runs) -> str:
     """Decodes and prefills on a GPU, beside the roofs."""
     return decodes_and_prefills(plain_runs(runs), "python -m bench.figures gpu-text")
@@ -41,14 +46,14 @@ def formats(runs: Runs) -> str:
 def files(runs: Runs) -> str:
     """The same of files that mix types, and of Q8_0 beside e4m3."""
     again = "deltic bench gpu --dummy qwen3.5-27b --format ud-q4_k_xl --n 1,4,16 --output 128 --rounds 3"
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-files-{shape}-*.json", gpu=True)]
+    found = by_shape(runs, "files")
     return decodes_and_prefills(found, again)
 
 
 def fills(runs: Runs) -> str:
     """Contexts filled to their last token as another card, in its memory."""
     again = "python -m bench.gpu.fill --dummy qwen3.5-27b --format ud-q4_k_xl --as-chip sm_89 --max-model-len 65536"
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-fill-{shape}-*.json", gpu=True)]
+    found = by_shape(runs, "fill")
     if not found:
         return missing(again)
     rows = []
@@ -65,7 +70,7 @@ def fills(runs: Runs) -> str:
 
 def parallel(runs: Runs) -> str:
     """The same on several GPUs together."""
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-parallel-{shape}-*.json", gpu=True)]
+    found = by_shape(runs, "parallel")
     return decodes_and_prefills(found, "deltic bench gpu --dummy qwen3.5-27b --tensor-parallel 2 --n 1,16,64,128")
 
 
@@ -92,7 +97,7 @@ def states(runs: Runs) -> str:
     """The same with states of 32 and of 16 bits."""
     first = "deltic bench gpu --dummy qwen3.5-27b --n 1,64,128 --prompt 128 --output 256"
     again = [f"{first}{more}" for more in ("", " --state-dtype bfloat16")]
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-states-{shape}-*.json", gpu=True)]
+    found = by_shape(runs, "states")
     return decodes_and_prefills(found, *again)
 
 
@@ -101,7 +106,7 @@ def contexts(runs: Runs) -> str:
     again = (
         "python -m bench.gpu.contexts --dummy qwen3.5-27b --n 1,8,32 --context 1024,32768,262144 --kv-cache-dtype fp8"
     )
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-context-{shape}-*.json", gpu=True)]
+    found = by_shape(runs, "context")
     if not found:
         return missing(again)
     rows, read = [], [run.data["roofs"]["read"] / 1e12 for run in found]
@@ -126,7 +131,7 @@ def contexts(runs: Runs) -> str:
 def lora(runs: Runs) -> str:
     """Steps in which every sequence has an adapter, beside steps in which none has."""
     again = "python -m bench.gpu.lora --dummy qwen3.5-27b --n 1,16 --lora 16 --prompt 128 --output 64 --prefill 2048"
-    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-lora-{shape}-*.json", gpu=True)]
+    found = by_shape(runs, "lora")
     if not found:
         return missing(again)
     rows = []

@@ -21,7 +21,8 @@ HERE, ENGINE, RANKS, PARTS = (
     "gpu/test_gpu_tensor_parallel.py",
     "gpu/test_gpu_parts.py",
 )
-QUANTISED, LORA, DRAFTS, BLOCK = "gpu/test_gpu_quantised_engine.py", "gpu/test_gpu_lora.py", "gpu/test_gpu_drafts.py", "gpu/test_gpu_block_drafter.py"  # fmt: skip
+QUANTISED, LORA = "gpu/test_gpu_quantised_engine.py", "gpu/test_gpu_lora.py"
+DRAFTS, BLOCK = "gpu/test_gpu_drafts.py", "gpu/test_gpu_block_drafter.py"
 
 
 def both(case: str) -> tuple[str, str]:
