@@ -127,8 +127,7 @@ def tiny_checkpoint(
     """
     layout = "flat" if kind == "next" else layout or "wrapped"
     experts = experts or ("split" if kind == "next" else "fused")
-    path = Path(_session_dir()) / f"{kind}-{len(list(Path(_session_dir()).iterdir()))}"
-    path.mkdir()
+    path = new_directory(kind)
 
     tensors = _random_values(_text_shapes(kind, n_layers, tied), seed)
     if experts == "split":
@@ -168,6 +167,11 @@ def byte_tokenizer() -> Tokenizer:
     )
     tokenizer.add_tokens([AddedToken(t, special=t not in NOT_SPECIAL, normalized=False) for t in ADDED_TOKENS])
     return tokenizer
+
+
+def new_directory(name: str) -> Path:
+    """An empty one, removed when the process ends."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_session_dir()))
 
 
 @functools.cache
@@ -379,8 +383,8 @@ def tiny_embedder(
     is_bare: as a model without a head is saved, whose names have no beginning.
     """
     source = tiny_checkpoint(kind, layout="flat")
-    path = Path(_session_dir()) / f"embedder-{len(list(Path(_session_dir()).iterdir()))}"
-    shutil.copytree(source, path)
+    path = new_directory("embedder")
+    shutil.copytree(source, path, dirs_exist_ok=True)
     if is_bare:
         tensors = load_file(path / "model.safetensors")
         del tensors["lm_head.weight"]

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import math
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from deltic.models.dflash.weights import load_drafter
 from deltic.ops.matrix import Matrix
 from tests.plain import rows
 from tests.tensors import tensor_of
+from tests.tiny import new_directory
 from tests.tiny_config import HIDDEN, VOCAB_SIZE
 
 KINDS = ("dflash", "dflash2", "dspark", "sliding")
@@ -69,7 +69,7 @@ def tiny_config(kind: str, **more: Any) -> dict[str, Any]:
 @functools.cache
 def tiny_drafter(kind: str, *, seed: int = 7, prefix: str = "", dtype: torch.dtype = torch.bfloat16) -> Path:
     """A checkpoint directory, made once a session. kind: one of KINDS. prefix: of all names."""
-    path = Path(tempfile.mkdtemp(prefix="deltic-drafter-"))
+    path = new_directory(kind)
     write_drafter(path, kind, seed, prefix, dtype)
     return path
 

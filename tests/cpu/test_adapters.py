@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tests.cpu.test_engine import EXCHANGED, LOGIT_TOLERANCE, build, finish, pro
 from tests.cpu.test_reference import needs_transformers, published_model
 from tests.reference.model import forward
 from tests.tensors import tensor_of
-from tests.tiny import tiny_checkpoint
+from tests.tiny import new_directory, tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
 
 pytestmark = [needs_transformers, pytest.mark.skipif(not pytest.importorskip("peft"), reason="peft is not installed")]
@@ -42,7 +41,7 @@ KINDS = ["dense", "moe", "next", "flash"]
 @functools.cache
 def made(kind: str, modules: str = "every", seed: int = 0, rank: int = 8) -> tuple[Path, Any]:
     """An adapter's directory, and PEFT's model with it. Every module, or those of DeltaNet layers."""
-    path = Path(tempfile.mkdtemp()) / modules
+    path = new_directory("adapter") / modules
     names, parameters = {"every": (EVERY, EXPERTS if kind != "dense" else []), "deltanet": (DELTANET, [])}[modules]
     model = published_model(tiny_checkpoint(kind))
     return path, make_adapter(model, path, names, parameters, seed=seed, r=rank)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from deltic.text import Tokenizer
 from tests.cpu.test_embedder import vectors
 from tests.cpu.test_reference import needs_transformers, published_model
 from tests.reference.joint_head import joint_head
-from tests.tiny import tiny_checkpoint
+from tests.tiny import new_directory, tiny_checkpoint
 from tests.tiny_config import HIDDEN, TOKEN_ID
 
 SHAPE = HeadShape(hidden_size=48, width=32, routing_layers=2, layers=3, heads=4, feedforward=64)
@@ -123,8 +121,7 @@ QUESTIONS = [
 
 @cache
 def decider() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="deltic-decider-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    path = new_directory("decider")
     shutil.copytree(tiny_checkpoint("dense"), path, dirs_exist_ok=True)
     return stored(path, HeadShape(HIDDEN, 64, 2, 2, 4, 96))
 

@@ -32,7 +32,7 @@ from tests.gpu.test_gpu_drafts import FEW, HAS_GPU, SIZES, SMALL, small_checkpoi
 from tests.heads import run, sequence
 from tests.plain import plain
 from tests.reference import dflash as reference
-from tests.tiny import tiny_checkpoint
+from tests.tiny import new_directory, tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_drafter import MASK, plain_drafter, tiny_drafter, write_drafter
 
@@ -48,15 +48,14 @@ def build(kind: str | None = "dflash", path: Path | None = None, **settings: Any
 
 
 @cache
-def small_drafter(kind: str = "dflash") -> Path:
+def small_drafter(kind: str) -> Path:
     """Of the checkpoints of test_gpu_drafts.py."""
     if HAS_GPU:
         return tiny_drafter(kind)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"HIDDEN": SMALL["HIDDEN"], "FFN": 64, "N_Q": 2, "N_KV": 1, "DIM": 32}.items():
             patch.setattr(f"tests.tiny_drafter.{name}", value)
-        path = Path(str(small_checkpoint("dense"))).with_name(f"small-{kind}")
-        path.mkdir()
+        path = new_directory(f"small-{kind}")
         write_drafter(path, kind)
         return path
 
@@ -284,7 +283,7 @@ def test_a_prefix_brings_its_keys_along(tmp_path: Path, monkeypatch: pytest.Monk
         kept.append(found)
         return n_cached
 
-    settings: dict[str, Any] = {"path": small_checkpoint("dense"), "draft_model": str(small_drafter())}
+    settings: dict[str, Any] = {"path": small_checkpoint("dense"), "draft_model": str(small_drafter("dflash"))}
     settings |= {"cache_dir": tmp_path / "cache", "cache_host_gb": 0.05, "n_checkpoints": 4}
     engine = Engine(build(None, **settings))
     hits = [ask(engine), ask(engine)]
