@@ -2,8 +2,8 @@
 
 One plan for every model and device. Weights, workspace (buffers of a step), state slots, pages and the
 host tier of the prefix cache are all there is; after ready nothing grows with load. fit.py makes it. A
-`Kind` holds the differences between language and speech models, CPU and GPU. The device's own files make
-it: this file knows no device.
+`Kind` holds the differences between language and speech models, CPU and GPU. runtime/cpu/device.py and
+runtime/gpu/device.py make it: this file knows no device.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class Kind(ABC, Generic[S]):
         return plan
 
     def vocoder_bytes(self, shape: S) -> int:
-        """Bytes of a vocoder's weights."""
+        """Bytes of a vocoder's weights, on a GPU its activations, too."""
         return 0
 
     def embedding_bytes(self, shape: S, quantize: str | None) -> int:

@@ -1,9 +1,10 @@
 """Checkpoint names and packings, turned at load into the one layout that the forward pass knows.
 
 Stored checkpoints differ by family, by exporter and by age: wrapped or flat names, fused or split
-experts, interleaved (Next) or plain projections, one file or many. All of that ends here. Matrices are
-put together one at a time from the memory-mapped files and packed at once, quantised when asked, so the
-peak stays near the size of the packed weights. What was packed can be kept: models/packed.py.
+experts, interleaved (Next) or plain projections, one file or many. All of that ends here, but for
+names in GGUF files (models/gguf_tensors.py). Matrices are put together one at a time from the
+memory-mapped files and packed at once, quantised when asked, so the peak stays near the size of the
+packed weights. What was packed can be kept: models/packed.py.
 Left out: the vision tower (models/vision).
 """
 

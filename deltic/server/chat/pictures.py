@@ -38,6 +38,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 READABLE = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
 
 MAX_PICTURE_BYTES = 20_000_000
+"""Bytes of a file, out of base64 or fetched: more are refused before it is decoded."""
 MAX_SOURCE_PIXELS = 1 << 26
 """Pixels of a file, as its header says: 67 million; more are not decoded."""
 
