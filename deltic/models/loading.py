@@ -487,28 +487,37 @@ def fill_dummy(
     draw_vector: Callable[[str, tuple[int, ...], np.random.Generator], Array],
     store: Store,
     progress: Progress | None,
+    own: Mapping[str, DeviceArray | Matrix] | None = None,
 ) -> None:
     """Random values, the same for the same seed on every device: for benches, where only sizes matter.
 
     Matrices have unit fan-in, so activations keep their magnitude, and are tiled from one block of a few
     million normals, since drawing each would take minutes at the large sizes. draw_vector: float32 values of
-    the part of this name, of this size.
+    the part of this name, of this size. own: the parts that are filled, of weights that are not all here.
     """
     generator = np.random.default_rng(seed)
     block = generator.standard_normal(_DUMMY_BLOCK, np.float32)
     scaled: dict[float, Array] = {}
-    total, done, offset = weights.n_bytes, 0, 0
-    for name, part in weights.named_parts():
+    named = dict(weights.named_parts())
+    own = named if own is None else own
+    total, done, offset = sum(map(_n_bytes, own.values())), 0, 0
+    for name, part in named.items():
+        here = own.get(name)
         if not isinstance(part, Matrix) and part.itemsize == 4:
-            store.put(part, draw_vector(name, tuple(part.shape), generator))
+            values = draw_vector(name, tuple(part.shape), generator)
+            if here is not None:
+                assert not isinstance(here, Matrix)
+                store.put(here, values)
         else:
             scale = part.k**-0.5 if isinstance(part, Matrix) and name != "embed" else 0.1
             if scale not in scaled:
                 scaled[scale] = (block * np.float32(scale)).astype(bfloat16)
-            for one in part.segments if isinstance(part, Matrix) else (part,):
+            targets = () if here is None else here.segments if isinstance(here, Matrix) else (here,)
+            for i in range(len(part.segments) if isinstance(part, Matrix) else 1):
                 offset = (offset + 7919 * 131) % _DUMMY_BLOCK
-                store.tile(one, scaled[scale], offset)
-        done += _n_bytes(part)
+                if targets:
+                    store.tile(targets[i], scaled[scale], offset)
+        done += 0 if here is None else _n_bytes(here)
         if progress is not None:
             progress(done, total)
 

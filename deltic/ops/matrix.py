@@ -153,7 +153,9 @@ def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """n_matrices of [n, k] (the experts of a layer, or one), packed: segments, one below the other."""
+    """n_matrices of [n, k] (the experts of a layer, or one), packed: segments, one below the other; none of a
+    matrix without rows, which another machine has.
+    """
 
     n: int
     k: int
@@ -184,7 +186,7 @@ class Matrix:
 
     @property
     def n_matrices(self) -> int:
-        return self.segments[0].n_matrices
+        return self.segments[0].n_matrices if self.segments else 1
 
     @property
     def n_bytes(self) -> int:

@@ -211,7 +211,8 @@ class Qwen:
         picture_rows: Array | None = None,
         adapters: AdapterBuffers | None = None,
     ) -> None:
-        """Appends the whole forward: token ids to act.logits[:n_logit_rows].
+        """Appends the whole forward: token ids to act.logits[:n_logit_rows]; of a stage its layers, from and
+        to act.residual where others are in front of them and behind.
 
         picture_rows: bfloat16 [N, H]: ids below 0 name them, from -1 on. adapters: where rows may have some.
         """
@@ -261,7 +262,8 @@ class _Forward:
         """Does what `Qwen.record` does."""
         program, act, w, shape = self.program, self.act, self.model.weights, self.model.shape
         inputs, n, a = self._step, self.inputs.n_tokens, self.model.linears.adapters
-        embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
+        if shape.embeds:
+            embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
         if a is not None:
             lora_embed(program, inputs.token_ids, act.target, a.entries("embed"), a.rows, a.scratch)
         if act.streams is not None:
@@ -284,6 +286,12 @@ class _Forward:
             if act.features is not None and i in shape.feature_layers:
                 first = shape.feature_layers.index(i) * shape.hidden_size
                 keep_features(program, act.residual, act.features, first, n)
+        if shape.draws:
+            self._head()
+
+    def _head(self) -> None:
+        """Makes logits, and the hidden states that are kept, of the residual streams."""
+        program, act, w, shape, inputs = self.program, self.act, self.model.weights, self.model.shape, self._step
         if isinstance(w.norm, HyperConnection):
             inject(program, self._streams(), self._written())
             if act.hidden is not None and shape.has_draft_head:

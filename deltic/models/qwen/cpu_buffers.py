@@ -199,7 +199,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
         shared=shared,
         final=final,
         final_hidden=final if s == 1 else allocate("final streams", (n_logit_rows, s * h), bf16),
-        logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
+        logits=allocate("logits", (n_logit_rows * shape.draws, shape.vocab_size), f32),
         hidden=allocate("hidden states", (t, (s if shape.has_draft_head else 1) * h), bf16)
         if shape.has_draft_head or shape.keeps_hidden
         else None,

@@ -87,6 +87,10 @@ class ModelShape:
     vocab_size: int  # rows of the embedding, padding rows included
     hidden_size: int
     layer_types: tuple[str, ...]  # LINEAR_ATTENTION or FULL_ATTENTION, one a layer
+    first_layer: int = 0  # number of the first of these in the model of which a stage has a run
+    model_layer_types: tuple[str, ...] = ()  # of that model; (): all layers are here
+    embeds: bool = True  # the embedding is here, in front of the first layer
+    draws: bool = True  # the norm and the head are here, behind the last layer
     rms_norm_eps: float
     n_q_heads: int
     n_kv_heads: int
@@ -386,9 +390,28 @@ class ModelShape:
 
 HOW_IT_RUNS = {
     *("shares_experts", "formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype"),
-    *("head_rows", "most_drafted", "feature_layers"),
+    *("head_rows", "most_drafted", "feature_layers", "first_layer", "model_layer_types", "embeds", "draws"),
 }
 """Fields of a shape that say how a model is stored or run, not what it is."""
+
+
+def stage_of(shape: ModelShape, begin: int, end: int) -> ModelShape:
+    """The shape of layers [begin, end) of a model, as one of several machines runs them."""
+    types = shape.layer_types
+    return dataclasses.replace(
+        shape,
+        layer_types=types[begin:end],
+        first_layer=begin,
+        model_layer_types=types,
+        embeds=begin == 0,
+        draws=end == len(types),
+    )
+
+
+def all_stages(shape: ModelShape) -> ModelShape:
+    """The shape of the model of which a stage has a run of layers; of another model its own."""
+    types = shape.model_layer_types or shape.layer_types
+    return dataclasses.replace(shape, layer_types=types, first_layer=0, model_layer_types=(), embeds=True, draws=True)
 
 
 def _family(config: Mapping[str, object]) -> str:

@@ -41,7 +41,7 @@ from deltic.models.loading import (
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.ngram_table import NgramTable, check_ngram_table, dummy_ngram_table, ngram_table_of
-from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
+from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, all_stages
 from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import Beside, StoredTensor, formats_of, in_ngram_table, one_name
 from deltic.ops.arrays import Array
@@ -256,9 +256,10 @@ def _weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout, *form
 def check_weights(
     path: str | Path, shape: ModelShape, quantize: str | None, store: Store = COUNTED, cuts: Cuts | None = None
 ) -> tuple[Mapping[str, StoredTensor], bool, str, list[str]]:
-    """Checks what `load_weights` would load, without loading. Returns what is stored, whether the head is the
-    embedding, how the names begin, and the notices.
+    """Checks what `load_weights` would load, without loading; of a stage, all of its model's. Returns what is
+    stored, whether the head is the embedding, how the names begin, and the notices.
     """
+    shape = all_stages(shape)
     path, unused = Path(path), unused_parts(shape)
     tensors: Mapping[str, StoredTensor] = _stored_tensors(path, shape)
     if shape.ngrams is not None:
@@ -299,7 +300,7 @@ def load_weights(
     weights = declare_weights(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)
     weights.ngram_table = ngram_table_of(path, shape.ngrams)
-    if shape.tie_word_embeddings and not tied and cuts is None:
+    if shape.tie_word_embeddings and not tied and cuts is None and shape.embeds and shape.draws:
         embed, head = weights.embed.whole, weights.lm_head.whole
         if embed.format == head.format and (embed.data == head.data).all():
             weights.lm_head = weights.embed
@@ -324,12 +325,23 @@ def active_weights(weights: Weights, shape: ModelShape) -> dict[str, int]:
 def dummy_weights(
     shape: ModelShape, seed: int, progress: Progress | None = None, *, quantize: str | None = None, store: Store = HOST
 ) -> Weights:
-    """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
-    weights = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
-    fill_dummy(weights, seed, _dummy_vector, store, progress)
+    """Random weights of a shape, the same for the same seed, also of a stage's: for benches, where only sizes
+    matter.
+    """
+    weights = whole = empty_weights(shape, quantize, shape.tie_word_embeddings, store)
+    own = None
+    if shape.model_layer_types:
+        whole = empty_weights(all_stages(shape), quantize, shape.tie_word_embeddings)
+        own = {_in_model(name, shape): part for name, part in weights.named_parts()}
+    fill_dummy(whole, seed, _dummy_vector, store, progress, own)
     if shape.ngrams is not None:
         weights.ngram_table = dummy_ngram_table(shape.ngrams, seed)
     return weights
+
+
+def _in_model(name: str, shape: ModelShape) -> str:
+    """The name that a part of a stage has in its model."""
+    return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{int(found[1]) + shape.first_layer}", name)
 
 
 _OF_DENSE = (
@@ -408,14 +420,19 @@ class SharedExperts(Declaration):
 def declare_weights(
     d: Declaration, shape: ModelShape, tied: bool, prefix: str = _FLAT_PREFIX, names: Collection[str] = ()
 ) -> Weights:
-    """The weights. names: of the stored tensors, which decide between the layouts that exporters use."""
-    h, v, last = shape.hidden_size, shape.vocab_size, shape.n_layers - 1
-    embed = d.matrix(h, Stored(f"{prefix}embed_tokens.weight", (v,)), role="sensitive")
+    """The weights. names: of the stored tensors, which decide between the layouts that exporters use. Of a
+    stage: an embedding and a head that are not read there have no rows.
+    """
+    h, v, last = shape.hidden_size, shape.vocab_size, all_stages(shape).n_layers - 1
+    embed = lm_head = Matrix(0, h, ())
+    if shape.embeds or (tied and shape.draws):
+        embed = d.matrix(h, Stored(f"{prefix}embed_tokens.weight", (v,)), role="sensitive")
     norm = _declare_norm(d, shape, f"{prefix}norm.weight", f"{prefix}hyper_connection_mixer.", injects=False)
     head = Stored("lm_head.weight", (shape.head_rows or v,))
-    lm_head = embed if tied else d.matrix(h, head, role="sensitive")
+    if shape.draws:
+        lm_head = embed if tied else d.matrix(h, head, role="sensitive")
     layers: list[GdnLayer | AttnLayer] = []
-    for i, kind in enumerate(shape.layer_types):
+    for i, kind in enumerate(shape.layer_types, shape.first_layer):
         p = f"{prefix}layers.{i}."
         down: Role = "sensitive" if i == last else "plain"
         if kind == LINEAR_ATTENTION:

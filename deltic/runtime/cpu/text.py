@@ -11,6 +11,7 @@ import math
 from array import array
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -57,8 +58,20 @@ def _index_of(pages: Array, shape: ModelShape) -> Array | None:
     return index.reshape(len(pages), *size)
 
 
+class Neighbours(Protocol):
+    """The stages of other machines in front of a runner and behind it."""
+
+    def receive(self, rows: Array) -> None:
+        """Fills a step's rows of the residual, float32 [T, S H], with those of the stage in front."""
+
+    def pass_on(self, rows: Array) -> StepResult:
+        """Hands the rows to the stage behind. Returns what came of them."""
+
+
 class Runner:
-    """The model on the CPU, with its memory. Not thread-safe: one engine loop owns it."""
+    """The model on the CPU, or a stage's layers of it, with its memory. Not thread-safe: one engine loop owns
+    it.
+    """
 
     def __init__(
         self,
@@ -116,7 +129,10 @@ class Runner:
             features, step = activations.features, self.program
             assert features is not None
             self.block_drafter.record(self.model, own, batch, pages, sampler, step, features, plan.cpus)
-        sampler.record(self.program, activations.logits)
+        self.neighbours: Neighbours | None = None
+        """Neighbours of a stage, once it has warmed up."""
+        if shape.draws:
+            sampler.record(self.program, activations.logits)
         self.pools = Pools() if shape.keeps_hidden else None
         if self.draft_head is not None:
             self.draft_head.record(self.model, batch, self.memory, activations, sampler, plan.n_threads, plan.cpus)
@@ -163,12 +179,20 @@ class Runner:
         A chunk starts from its sequence's `start_slot`, if any, else from its `state_slot`, or at 0 from the
         zero state, and leaves its final state in `state_slot` and those of its snapshots where they say.
         """
-        batch, sampler = self.workspace.batch, self.workspace.sampler
+        batch, sampler, shape = self.workspace.batch, self.workspace.sampler, self.plan.shape
         first_row = batch.fill(step)
-        sampler.fill(step, first_row)
+        if shape.draws:
+            sampler.fill(step, first_row)
         self.model.gather(batch.inputs, self.workspace.activations)
+        rows = self.workspace.activations.residual[: batch.inputs.n_tokens]
+        if not shape.embeds and self.neighbours is not None:
+            self.neighbours.receive(rows)
         self.program.run()
-        result = sampler.read(step)
+        result = StepResult([], [], {})
+        if shape.draws:
+            result = sampler.read(step)
+        elif self.neighbours is not None:
+            result = self.neighbours.pass_on(rows)
         if (head := self.draft_head or self.block_drafter) is not None:
             result.guesses, result.guess_s = head.follow(step, result.tokens)
         if self.pools is not None:
