@@ -233,8 +233,8 @@ def test_what_draws_a_token_draws_a_guess() -> None:
 class Answers:
     """What an engine says of some requests, with no help."""
 
-    def __init__(self, runner: Runner, given: list[Request]) -> None:
-        engine, self.said = Engine(runner), dict[str, tuple[list[int], list[TokenLogprob]]]()
+    def __init__(self, runner: Runner, given: list[Request], **more: Any) -> None:
+        engine, self.said = Engine(runner, **more), dict[str, tuple[list[int], list[TokenLogprob]]]()
         for request in given:
             engine.add(request)
             self.said[request.id] = [], []

@@ -154,7 +154,10 @@ def test_blocks_begin_behind_what_was_accepted(device: str) -> None:
     g = guess_blocks(tuple(i32(device, *x) for x in of_host), allocate_on(device))  # type: ignore[arg-type]
     used = [0, 1, 3, 4]
     for at_anchor in (False, True):
-        begin_block(step, i32(device, 41, 43, 99, 50, 60), g, 300, guesses_at_anchor=at_anchor)
+        history = torch.ones((3, 64), dtype=torch.int32, device=device)
+        begin_block(step, i32(device, 41, 43, 99, 50, 60), g, history, 300, at_anchor=at_anchor)
+        cleared = [[0, 13], [0, 14], [1, 32], [1, 33]] if at_anchor else [[0, 13], [1, 32]]
+        assert (history == -1).nonzero().tolist() == cleared and (history != -1).sum() == (history == 1).sum()
         assert g.token.tolist()[:5] == [43, 300, 300, 50, 300]
         assert [g.end.tolist()[i] for i in used] == [13, 13, 32, 32]
         assert g.rows.state_slot.tolist() == [5, 5, -1, 6, 6, -1, -1]

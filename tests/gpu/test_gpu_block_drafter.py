@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import msgspec
 import pytest
 import torch
@@ -16,7 +17,8 @@ pytest.importorskip("triton")
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import Drafter
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.guides import Vocabulary
+from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Step, StepResult
 from deltic.models.dflash.shape import LEAST_CHANCE
 from deltic.models.fields import UnsupportedModelError
@@ -26,13 +28,16 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from tests.cpu.test_block_drafter import Answers, a_token_too_far, always, features_of, likely
+from tests.cpu.test_picture_prompts import picture
+from tests.cpu.test_picture_prompts import request as with_pictures
 from tests.cpu.test_reference import prompt
-from tests.drafted import Schedule
+from tests.drafted import Schedule, Sizes
 from tests.gpu.test_gpu_drafts import FEW, HAS_GPU, SIZES, SMALL, small_checkpoint, truth
+from tests.gpu.test_gpu_lora import adapter_of
 from tests.heads import run, sequence
 from tests.plain import plain
 from tests.reference import dflash as reference
-from tests.tiny import new_directory, tiny_checkpoint
+from tests.tiny import byte_tokenizer, new_directory, tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
 from tests.tiny_drafter import MASK, plain_drafter, tiny_drafter, write_drafter
 
@@ -176,6 +181,18 @@ def test_blocks_follow_what_was_accepted() -> None:
     assert result.guesses[1] == guesses[-1] and result.guess_s > 0
 
 
+@pytest.mark.parametrize("of", ["dflash", pytest.param("dspark", marks=pytest.mark.long)])
+def test_penalties_count_no_guess_that_was_not_right(of: str) -> None:
+    """A guess is the same whether others were made and rejected before it, or none were."""
+    found, params = list[list[int]](), {"logit_bias": {7: 50.0, 8: 49.0, 9: 48.0}, "frequency_penalty": 20.0}
+    for n in (0, 3):
+        run(runner := small(of=of), one := sequence(prompt(20), batch_slot=1, **params), 20)
+        run(runner, one, 1, n)
+        one.tokens[-1] = 33  # another token than was guessed, and what follows it
+        found.append(run(runner, one, 1, 3))
+    assert found[0] == found[1] != []
+
+
 def asking(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has every decode that nothing runs ahead of guess. Gives a list of what each step guessed."""
     step, counts = runner.step, list[int]()
@@ -193,24 +210,34 @@ def asking(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+HITS = SIZES if HAS_GPU else Sizes(4, 14, (66,), 4, abort_at=30, preempts=0.12)
+"""With prompts that begin with the same page."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "of", "seed", "sizes"),
+    ("kind", "of", "seed", "sizes", "format"),
     [
-        ("dense", "dflash", 7, SIZES if HAS_GPU else FEW),
-        pytest.param("dense", "dflash2", 7, SIZES if HAS_GPU else FEW, marks=pytest.mark.long),
-        pytest.param("dense", "dspark", 7, SIZES if HAS_GPU else FEW, marks=pytest.mark.long),
-        pytest.param("next", "dflash", 131, SIZES, marks=pytest.mark.long),
+        ("dense", "dflash", 7, SIZES if HAS_GPU else FEW, "bf16"),
+        pytest.param("dense", "dflash2", 7, SIZES if HAS_GPU else FEW, "bf16", marks=pytest.mark.long),
+        pytest.param("dense", "dspark", 7, SIZES if HAS_GPU else FEW, "bf16", marks=pytest.mark.long),
+        pytest.param("next", "dflash", 131, SIZES, "bf16", marks=pytest.mark.long),
+        pytest.param("dense", "dflash", 7, HITS, "fp8", marks=pytest.mark.long),
+        pytest.param("dense", "dspark", 7, HITS, "fp8", marks=pytest.mark.long),
     ],
 )
 def test_random_schedules_keep_their_bits(
-    kind: str, of: str, seed: int, sizes: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, of: str, seed: int, sizes: Any, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefix hits, forks, aborts, preemption, seeds, penalties, company; decodes run ahead between blocks."""
-    plain_ = truth(kind, seed, sizes)
-    counts = asking(runner := small(kind, of=of), monkeypatch)
+    """Prefix hits, forks, aborts, preemption, seeds, penalties, company; decodes run ahead between blocks. The model's keys are e4m3 or
+    bfloat16, the drafter's bfloat16.
+    """
+    plain_ = truth(kind, seed, sizes, format)
+    counts = asking(runner := small(kind, of=of, kv_cache_dtype=format), monkeypatch)
     found, engine = Schedule(seed, ("1",), plain_, sizes).run(runner, monkeypatch)
     assert found == plain_
-    assert engine.stats().n_accepted > 5 and sum(counts) > 10
+    stats = engine.stats()
+    assert stats.n_accepted > 5 and sum(counts) > 10
+    assert sizes is not HITS or (engine.cache.stats.n_hits > 0 and stats.n_preemptions > 0)
 
 
 def few(n_tokens: int) -> list[Request]:
@@ -230,6 +257,69 @@ def test_its_guesses_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Answers(small(), few(12))
     assert found.said == plain_.said
     assert found.stats.n_drafted > found.stats.n_accepted > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", ["dflash", "dspark"])
+def test_pictures(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions behind a picture are not those of the drafter, which counts tokens."""
+    params: dict[str, Any] = {"seed": 3, "logit_bias": {i: 9.0 for i in range(3)}, "logprobs": 1, "temperature": 0.7}
+    given = [
+        with_pictures("a", "See ", picture(2, 3), " and ", picture(2, 2, 1), "!", max_tokens=10, **params),
+        with_pictures("b", picture(2, 2, 2), max_tokens=8, **params),
+    ]
+    sizes: dict[str, Any] = {"max_picture_tokens": 16, "max_model_len": 128}
+    path = tiny_checkpoint("dense", has_tower=True)
+    plain_ = Answers(build(None, path, max_drafts=0, **sizes), given)
+    always(monkeypatch)
+    found = Answers(build(of, path, **sizes), given)
+    assert found.said == plain_.said
+    assert found.stats.n_drafted > found.stats.n_accepted > 0
+
+
+@pytest.mark.long
+def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter reads hidden states with an adapter's terms in them; it has none itself."""
+    room: dict[str, Any] = {"allow_lora_loading": True, "max_loras": 3, "max_lora_rank": 20, "lora_gb": 0.05}
+    plain_runner, runner = small(max_drafts=0, **room), small(**room)
+    for seed in (1, 2):
+        for each in (plain_runner, runner):
+            assert each.adapters.load_now(adapter_of(each.plan.shape, seed)).error is None
+    given = [*few(10), *few(8)[:1]]
+    for i, one in enumerate(given):
+        one.id, one.adapter = str(i), bytes([i] * 16) if i else b""
+    plain_ = Answers(plain_runner, given)
+    assert plain_.said["0"] != plain_.said["2"], "the adapter matters"
+    always(monkeypatch)
+    found = Answers(runner, given)
+    assert found.said == plain_.said
+    assert found.stats.n_drafted > found.stats.n_accepted > 0
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", ["dflash", "dspark"])
+def test_grammars(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are made without a mask, and cut by the grammar of a JSON schema; beside one that is free."""
+    schema = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
+    seven = byte_tokenizer().token_to_id("7")
+    params: dict[str, Any] = {"max_tokens": 14, "temperature": 0.0, "ignore_eos": True, "logit_bias": {seven: 50.0}}
+    given = [
+        Request(
+            id="json", prompt_ids=prompt(20), params=SamplingParams(**params, constraint=Constraint(grammar=schema))
+        ),
+        Request(id="free", prompt_ids=prompt(17, seed=1), params=SamplingParams(**params, frequency_penalty=20.0)),
+    ]
+    vocabulary = Vocabulary((small_checkpoint("dense") / "tokenizer.json").read_text)
+    plain_ = Answers(small(max_drafts=0), given, vocabulary=vocabulary)
+    text = byte_tokenizer().decode(plain_.said["json"][0])
+    assert text.startswith('{"n":7777')
+    always(monkeypatch)
+    found = Answers(small(of=of), given, vocabulary=vocabulary)
+    assert found.said == plain_.said
+    assert found.stats.n_drafted > found.stats.n_accepted > 3
 
 
 def over_the_models_keys(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
@@ -299,6 +389,9 @@ def test_what_is_planned_and_refused(tmp_path: Path) -> None:
     assert plan.page_bytes == plan.shape.page_bytes() + plan.drafter.page_bytes
     assert plan.page_bytes == sum(part[0].nbytes for part in runner._pages)
     assert plan.workspace["decode features"] == plan.n_decode_rows * 2 * plan.shape.hidden_size * 2
+    model, drafter = runner.model, runner.block_drafter._drafter
+    tables = model.cos, model.sin, drafter.cos, drafter.sin, drafter._k_norms
+    assert plan.workspace["rotary tables"] == sum(table.nbytes for table in tables)
     assert plan.drafter_bytes > 0 and runner.info.draft_block == 7 and runner.draft_head is None
     with pytest.raises(ConfigError, match=r"2 parts runs none yet.*--tensor-parallel 1"):
         config = EngineConfig(model=str(tiny_checkpoint("dense")), draft_model=str(tiny_drafter("dflash")))

@@ -81,8 +81,8 @@ def guess_blocks(of_host: tuple[Tensor, Tensor, Tensor, Tensor], allocate: Alloc
 @triton.jit
 def _begin_block_kernel(
     p_first, p_nth, p_length, p_room, p_row_batch_slot, p_row_state_slot, p_row_position, p_row_length, p_draft,
-    p_drawn, p_token, p_end, p_turn, p_batch_slot, p_state_slot, p_position, p_draw_batch_slot, p_draw_position, mask,
-    BESIDE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    p_drawn, p_token, p_end, p_turn, p_batch_slot, p_state_slot, p_position, p_draw_batch_slot, p_draw_position,
+    p_history, max_len, mask, BESIDE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):
     """A row of a block behind the step's draws."""
     i = tl.program_id(0)
@@ -110,24 +110,26 @@ def _begin_block_kernel(
     tl.store(p_position + i, tl.where(used, position, 0))
     tl.store(p_draw_batch_slot + i, tl.where(guesses, batch_slot, -1))
     tl.store(p_draw_position + i, position + 1 - BESIDE)
+    tl.store(p_history + batch_slot.to(tl.int64) * max_len + position + 1 - BESIDE, -1, mask=guesses)
 
 
-def begin_block(step: Rows, drawn: Tensor, g: GuessBlocks, mask_token: int, *, guesses_at_anchor: bool) -> None:
+def begin_block(step: Rows, drawn: Tensor, g: GuessBlocks, history: Tensor, mask: int, *, at_anchor: bool) -> None:
     """Writes the device's parts of g, for blocks behind a step's draws.
 
     step: all rows of a decode, int32 [M], with drafts; drawn: int32 [M], of each row, -1 where nothing could
     be drawn. A row of a sequence counts if each token before it was drawn as it was drafted. A block begins
-    with what the last one drew, at the position behind it; masks follow. guesses_at_anchor: whether a row
-    guesses the token behind it; else a mask stands for the token that it guesses, and the first row guesses
-    nothing. Raises KernelError where types do not fit.
+    with what the last one drew, at the position behind it; masks follow. at_anchor: whether a row guesses the
+    token behind it; else a mask stands for the token that it guesses, and the first row guesses nothing.
+    history: int32 [batch slots, positions], of the draws: it has no token where one is to be guessed, so
+    penalties do not count what was guessed there before. Raises KernelError where types do not fit.
     """
     assert step.drafts is not None
-    check("block", drawn.dtype == g.first.dtype == torch.int32, "int32 tokens and rows")
+    check("block", drawn.dtype == g.first.dtype == history.dtype == torch.int32, "int32 tokens, rows, history")
     launch(
         _begin_block_kernel, (len(g.first),), g.first, g.nth, g.length, g.room, step.batch_slot, step.state_slot,
         step.position, step.drafts.length, step.drafts.token, drawn, g.token, g.end, g.turn, g.rows.batch_slot,
-        g.rows.state_slot, g.rows.position, g.draws.batch_slot, g.draws.position, mask_token,
-        BESIDE=0 if guesses_at_anchor else 1, MOST=MOST_ROWS, num_warps=1,
+        g.rows.state_slot, g.rows.position, g.draws.batch_slot, g.draws.position, history, history.stride(0), mask,
+        BESIDE=0 if at_anchor else 1, MOST=MOST_ROWS, num_warps=1,
     )
 
 

@@ -9,8 +9,8 @@ Blocks run behind the draws of a decode: one recording, by the number of their r
 draws of all guesses. Where a guess depends on the one before, another draws the next of each block, and is
 replayed as often as guesses are wanted. The host says before the step which rows follow which sequence; what
 a block begins with, the device finds (ops/gpu/block.py). A guess is drawn as the model's own token will be,
-with the same parameters, seed and position, but without a mask. Where all are drawn at once, penalties do not
-see what stands in front of one in its block.
+with the same parameters, seed and position, but without a mask. Where all are drawn at once, penalties count
+no token of their block.
 """
 
 from __future__ import annotations
@@ -69,11 +69,10 @@ class GpuBlockDrafter:
 
     def _block_body(self, n: int) -> Body:
         w, g, shape = self._workspace, self._guesses, self._drafter.shape
-        rows, drawn = g.head.rows.front(n), w.out["decode"].token
+        rows, drawn, history = g.head.rows.front(n), w.out["decode"].token, g.parameters.history
 
         def body() -> None:
-            mask, at_anchor = shape.mask_token_id, shape.guesses_at_anchor
-            begin_block(w.decode.rows, drawn, rows, mask, guesses_at_anchor=at_anchor)
+            begin_block(w.decode.rows, drawn, rows, history, shape.mask_token_id, at_anchor=shape.guesses_at_anchor)
             logits = self._drafter.block(n, w.batch_slots.page_table, w.decode, g.head, self.pages, self._n_ids)
             if not shape.is_walked:
                 sample(logits, self._n_ids, rows.draws, g.parameters, w.sample, g.out)

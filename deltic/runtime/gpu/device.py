@@ -184,7 +184,8 @@ class TextOnGpu(OnGpu, TextKind):
         if plan.tower is not None:
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
         if plan.drafter is not None:
-            n_angles += (plan.max_model_len + PAGE_SIZE) * plan.drafter.head_dim
+            # and the norms of its keys, side by side
+            n_angles += (plan.max_model_len + PAGE_SIZE + plan.drafter.n_layers) * plan.drafter.head_dim
         return sizes | {"rotary tables": 4 * n_angles}
 
     def meeting_bytes(self, plan: TextPlan) -> int:
