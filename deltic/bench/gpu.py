@@ -121,8 +121,8 @@ class GpuModel:
         plan = make_plan(kind, model, free)
         with levers.bound():
             begin_compiling(plan, collect).wait(silent)
-            drafter = model.load_drafter(self.device.store(plan))[0]
-            runner = gpu.text_runner(plan, self.device.devices, self.weights, drafter=drafter)
+            drafters = model.load_drafters(self.device.stores(plan))[0]
+            runner = gpu.text_runner(plan, self.device.devices, self.weights, drafters=drafters)
         runner.info = msgspec.structs.replace(runner.info, prefix_cache=False)
         return Engine(runner)
 

@@ -225,11 +225,6 @@ def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape, devic
     drafter = stored_drafter(place)
     drafter.check_target(shape)
     device.text.check_drafter(drafter)
-    if device.n_cuts > 1:
-        raise ConfigError(
-            f"draft model {place}: a model in {device.n_cuts} parts runs none yet; leave it out, give --max-drafts 0, or run one "
-            "part (--tensor-parallel 1, no --tp-invariant)"
-        )
     return FoundDrafter(place, drafter)
 
 
@@ -357,13 +352,13 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
         model = replace(model, shape=replace(model.shape, tie_word_embeddings=False))
         plan = make_plan(device.text, model, free_bytes)
     check_keys(first, plan.shape)
-    vision, said = model.load_tower(device.store(plan))
-    drafter, told = model.load_drafter(device.store(plan))
+    vision, said = model.load_tower(device.stores(plan)[0])
+    drafters, told = model.load_drafters(device.stores(plan))
     loaded += told
     if vision is not None:  # the language model's loader has skipped it
         loaded = without_skipped(loaded, "vision")
     start.compiled(compiling)
-    runner = device.text_runner(plan, weights, vision, start.progress, drafter)
+    runner = device.text_runner(plan, weights, vision, start.progress, drafters)
     if model.joint_head is not None and runner.pools is not None:
         runner.pools.judge = judge_of(model, model.joint_head)
     start.lap(device.made)

@@ -5,7 +5,7 @@ checkpoint. A plan, the weights and a runner follow from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -150,14 +150,17 @@ class TextModel(Model[ModelShape]):
         weights, notices = load_vision(self.directory, self.tower, store=store)
         return (weights, picture_rules(self.directory)), notices
 
-    def load_drafter(self, store: Store) -> tuple[DrafterWeights | None, list[str]]:
-        """Weights of the block drafter, if there is one, random ones beside random ones; and notices."""
+    def load_drafters(self, stores: Sequence[Store]) -> tuple[list[DrafterWeights], list[str]]:
+        """Weights of the block drafter in each store, if there is one, random ones beside random ones; and
+        notices.
+        """
         if self.drafter is None:
-            return None, []
+            return [], []
         place, shape, quantize = self.drafter.directory, self.drafter.shape, self.config.rounded
         if self.config.dummy is not None:
-            return dummy_drafter(shape, self.config.seed, quantize, store), []
-        return load_drafter(place, shape, quantize, store)
+            return [dummy_drafter(shape, self.config.seed, quantize, store) for store in stores], []
+        loaded, notices = zip(*(load_drafter(place, shape, quantize, store) for store in stores), strict=True)
+        return [*loaded], notices[0]
 
     def check_files(self, store: Store) -> None:
         """Raises what `load` does for the names, shapes and types of a checkpoint's tensors. Headers are
@@ -170,7 +173,7 @@ class TextModel(Model[ModelShape]):
             self.ngram_table_bytes()
         else:
             check_weights(self.directory, whole(self.shape, self.cuts), self.config.rounded, store)
-        self.load_drafter(store)
+        self.load_drafters([store])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     ),
     "block drafts": (
         f"{BLOCK}::test_random_schedules_keep_their_bits",
-        *(f"refused {BLOCK}::test_what_is_planned_and_refused",) * 2,
+        *(f"{PARTS}::test_parts_guess_blocks[dflash]",) * 2,
     ),
     "experts outside the GPU": ("gpu/test_gpu_experts.py::test_answers_are_those_of_a_model_on_the_gpu", *refused("experts")),
     "speech": ("gpu/test_gpu_speech.py::test_a_batch_changes_nothing", *refused("speech")),

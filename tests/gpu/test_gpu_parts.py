@@ -6,8 +6,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,8 +20,10 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.loading import COUNTED_ROWS
-from deltic.models.qwen.shard import whole
+from deltic.models.qwen.shard import Cuts, whole
 from deltic.models.qwen.weights import empty_weights, load_weights
+from deltic.ops.gpu import all_reduce
+from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.build import build_runner, judge_of, settle
@@ -31,17 +34,22 @@ from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.info import embedder_info
 from deltic.runtime.model import TextModel
+from deltic.runtime.plan import TextPlan
+from tests.cpu.test_block_drafter import always
 from tests.cpu.test_embedder import request as vector_request
 from tests.cpu.test_embedder import vectors
 from tests.cpu.test_joint_head import decider, decision
 from tests.cpu.test_picture_prompts import picture
 from tests.cpu.test_reference import prompt
 from tests.gpu import test_gpu_engine as entries
+from tests.gpu.test_gpu_block_drafter import keys_of
+from tests.gpu.test_gpu_draft_head import drafted
 from tests.gpu.test_gpu_lora import adapter_of
 from tests.gpu.test_gpu_pictures import asked, farthest
 from tests.gpu.test_gpu_tensor_parallel import (
     N_RANKS,
     PROMPTS,
+    SIZES,
     Answers,
     answers,
     checkpoint,
@@ -50,9 +58,11 @@ from tests.gpu.test_gpu_tensor_parallel import (
     of_ranks,
     plan_of,
 )
+from tests.heads import run as step
 from tests.heads import sequence
 from tests.planned import settled
-from tests.tiny import tiny_checkpoint, tiny_embedder
+from tests.tiny import new_directory, tiny_checkpoint, tiny_embedder
+from tests.tiny_drafter import tiny_drafter, write_drafter
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 
@@ -220,6 +230,83 @@ def test_parts_see_pictures() -> None:
     assert one[0][0] != other[0][0] or farthest(one, other) > 2 * entries.LOGPROB_TOLERANCE, "the picture matters"
 
 
+@cache
+def head_of(kind: str) -> Path:
+    """A block drafter of the checkpoints here."""
+    if not INTERPRETED:
+        return tiny_drafter(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HIDDEN": SIZES["HIDDEN"], "FFN": 64, "N_Q": 2, "N_KV": 1, "DIM": 32}.items():
+            patch.setattr(f"tests.tiny_drafter.{name}", value)
+        path = new_directory(f"parts-{kind}")
+        write_drafter(path, kind)
+        return path
+
+
+class Blocks(NamedTuple):
+    """Tokens of a sequence drawn one by one, of one whose drafts are guesses, all guesses, and bits of the drafter's keys and values."""
+
+    plain: list[int]
+    tokens: list[int]
+    guesses: list[list[int]]
+    keys: bytes
+
+
+def blocks(runner: GpuTextRunner) -> Blocks:
+    plain, of = sequence(prompt(20)), sequence(prompt(20), batch_slot=1)
+    for one in (plain, of):
+        step(runner, one, 20)
+    for _ in range(4):
+        step(runner, plain, 1)
+    guesses = [step(runner, of, 1, 2)]
+    while len(of.tokens) < len(plain.tokens):
+        guesses.append(drafted(runner, of, guesses[-1], 2))
+    n = len(plain.tokens)
+    keys = keys_of(runner, of, n - 1).view(torch.int16)
+    return Blocks(plain.tokens.tolist(), of.tokens[:n].tolist(), guesses, keys.numpy().tobytes())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "kind", ["dflash", *(pytest.param(one, marks=pytest.mark.long) for one in ("dflash2", "dspark"))]
+)
+def test_parts_guess_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts off and on, in one shot and two, over the host's memory, and in two parts on one: the same tokens, guesses and keys. Those
+    of a whole model are next to them.
+    """
+    found, settings = list[Blocks](), {"draft_model": str(head_of(kind)), "max_drafts": 2}
+    ways = ((N_RANKS, 0, True), (1, 0, True), (N_RANKS, 1 << 20, True), (N_RANKS, 1 << 20, False))
+    for n_gpus, one_shot_bytes, peer in ways if kind == "dflash" else ways[:2]:
+        monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", one_shot_bytes)
+        model, plan = settled(config_of("dense", **settings), Gpu((), n_gpus, N_RANKS), 2 << 30)
+        assert isinstance(model, TextModel)
+        (drafter,), _ = model.load_drafters([DeviceStore("cpu")])
+        with Levers(peer=peer).bound():
+            found.append(of_ranks(model.directory, plan, blocks, drafter=drafter))
+    assert all(one == found[0] for one in found) and sum(map(len, found[0].guesses)) > 2
+    assert found[0].tokens == found[0].plain
+    directory, plan = plan_of("dense", 1, **settings)
+    weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
+    expected = blocks(GpuTextRunner(plan, [weights], drafter=drafter))
+    assert found[0].plain == expected.plain and found[0].guesses[0][:1] == expected.guesses[0][:1]
+    ours, theirs = (torch.frombuffer(bytearray(one.keys), dtype=torch.bfloat16).float() for one in (found[0], expected))
+    assert (ours - theirs).abs().median() < 0.01 and (ours - theirs).abs().max() < 0.3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < N_RANKS, reason="there are not two GPUs")
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_two_gpus_guess_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of both, of one that has both parts, and of both without drafts."""
+    always(monkeypatch)
+    found, head = list[Answers](), {"draft_model": str(head_of(kind)), "max_drafts": 2}
+    ways: tuple[tuple[int, dict[str, Any]], ...] = ((N_RANKS, head), (1, head), (N_RANKS, {}))
+    for n_gpus, settings in ways:
+        config = config_of("dense", **settings, tensor_parallel=n_gpus, tp_invariant=N_RANKS)
+        runner: Any = build_runner(config, lambda stage, done: None, Gpu((), n_gpus, N_RANKS))
+        found.append(answers(Engine(runner), is_scored=False))
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < N_RANKS, reason="there are not two GPUs")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_two_gpus_have_adapters(kind: str) -> None:
@@ -257,6 +344,23 @@ def test_plans_of_large_models_are_what_is_allocated(
             make_plan(device.text, model, 141 * 10**9, 10**12)
         return
     plan = make_plan(device.text, model, 141 * 10**9, 10**12)
+    found = [allocated(plan.of_gpu(i), plan.cuts_of(i), monkeypatch) for i in range(n_gpus)]
+    assert max(found) == plan.total_bytes - plan.host_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("n_gpus", [N_RANKS, 1])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_plans_with_a_block_drafter_are_what_is_allocated(
+    kind: str, n_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole on each of two GPUs, and once beside two parts on one."""
+    _, plan = plan_of("dense", n_gpus, N_RANKS, draft_model=str(head_of(kind)), max_drafts=2)
+    found = [allocated(plan.of_gpu(i), plan.cuts_of(i), monkeypatch) for i in range(n_gpus)]
+    assert max(found) == plan.total_bytes - plan.host_bytes
+
+
+def allocated(plan: TextPlan, cuts: tuple[Cuts, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that a GPU with these parts takes, on a device without memory, but for the page of padding."""
     sizes = dict[str, int]()
 
     def allocate_on(device: Any) -> Any:
@@ -269,13 +373,13 @@ def test_plans_of_large_models_are_what_is_allocated(
 
     for module in (collect, text):
         monkeypatch.setattr(module, "allocate_on", allocate_on)
-    found = list[int]()
-    for i in range(n_gpus):
-        sizes.clear()
-        runner = collect._text_runner(plan.of_gpu(i))
-        kept = runner.model.cos.nbytes + runner.model.sin.nbytes
-        weights = empty_weights(plan.cuts[i].shape, None, False, COUNTED_ROWS).n_bytes
-        found.append(weights + sum(sizes.values()) + kept - plan.page_bytes)
-        assert sizes["pages"] == (plan.n_pages + 1) * plan.page_bytes
-        assert sizes["states"] + sizes["columns"] == plan.slots_bytes
-    assert max(found) == plan.total_bytes - plan.host_bytes <= plan.budget_bytes
+    runner = collect._text_runner(plan)
+    parts = [empty_weights(cut.shape, None, False, COUNTED_ROWS) for cut in cuts]
+    weights = sum(part.n_bytes for part in parts) - (len(parts) - 1) * parts[0].embed.n_bytes
+    kept = [runner.model.cos, runner.model.sin]
+    if runner.block_drafter is not None:
+        drafter = runner.block_drafter._drafter
+        kept += [drafter.cos, drafter.sin, drafter._k_norms]
+    assert sizes["pages"] + sizes.get("drafter pages", 0) == (plan.n_pages + 1) * plan.page_bytes
+    assert sizes["states"] + sizes["columns"] == plan.slots_bytes
+    return weights + plan.drafter_bytes + sum(sizes.values()) + sum(one.nbytes for one in kept) - plan.page_bytes

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
+from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.shard import cut
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers, bound_levers
@@ -114,10 +115,14 @@ def share_whole_parts(weights: Weights, first: Weights) -> None:
 
 
 def of_ranks(
-    directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T], vision: Vision | None = None
+    directory: Path | None,
+    plan: TextPlan,
+    use: Callable[[GpuTextRunner], T],
+    vision: Vision | None = None,
+    drafter: DrafterWeights | None = None,
 ) -> T:
     """What each rank gives, in a process of its own, which is the same. directory: None for random weights. vision: a tower, which each
-    rank runs for itself here.
+    rank runs for itself here. drafter: a block drafter, of each.
     """
     workspaces = [gpu_workspace(plan.of_gpu(i), shared) for i in range(plan.n_gpus)]
     in_host = None if bound_levers().peer else meeting(plan, shared, is_in_host=True)
@@ -135,7 +140,7 @@ def of_ranks(
         own = weights[i * plan.n_shards : (i + 1) * plan.n_shards]
         exchange = workspaces[i], exchanges(workspaces, plan.cuts, in_host)[i]
         try:
-            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, vision=vision, exchange=exchange))))
+            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, vision=vision, exchange=exchange, drafter=drafter))))
         except BaseException as error:
             queue.put((i, error))
 

@@ -214,7 +214,7 @@ class DFlashGpu:
             partial = self._added(layer.mlp_conv, partial, residual, rows, g)
         add_norm(residual, partial, self.weights.norm, eps, normed)
         logits = front(b.logits, 1, n, shape.vocab_size)
-        model.linears.project("lm_head", normed, logits, b.fp8)
+        model.project_head(normed, logits, b.fp8, "decode")
         chosen = None if g.candidates is None else g.candidates.front(n)
         bound_scores(logits[0], n_real, shape.output_multiplier, shape.softcap, chosen)
         if chosen is not None:

@@ -28,7 +28,7 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
-from deltic.models.qwen.gpu_shards import Exchange, Shard, keep_features, norms_of, of_shards
+from deltic.models.qwen.gpu_shards import Exchange, Shard, feature_of, keep_feature, norms_of, of_shards
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
@@ -82,14 +82,12 @@ class QwenGpu:
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.routing = Routing(shape.n_experts_per_tok, shape.norm_topk_prob)
         device = device_of(self.weights.lm_head)
-        self.exchange = exchange
-        self.experts = experts
+        self.exchange, self.experts, self.max_len = exchange, experts, max_len
         self.watch: Callable[[Tensor], object] | None = None
         """Takes the residual stream behind each sum of a prefill that is not recorded."""
         self.norms = norms_of(self.weights)
         self.connections = HyperConnections(shape, self.norms, self.linears) if shape.n_streams > 1 else None
         self.ngrams = None if shape.ngrams is None else NgramLayer(shape, self.weights, self.linears)
-        self.max_len = max_len
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
@@ -120,12 +118,14 @@ class QwenGpu:
         out: Tensor,
         b: DecodeBuffers | PrefillBuffers,
         codes: Fp8Rows | None = None,
+        behind: int = -1,
     ) -> Operand:
         """residual += partials, of all GPUs; out = its norm of this name, or what a block reads of streams.
-        codes: where to round it to e4m3 as well.
+        codes: where to round it to e4m3 as well. behind: a layer whose sum is complete then, if one is.
         """
         eps, exchange, w = self.shape.rms_norm_eps, self.exchange, self.norms[name]
         kind = "prefill" if isinstance(b, PrefillBuffers) else "decode"
+        feature = feature_of(self.shape.feature_layers, behind, residual.shape[1])
         # of several shards, one's products overwrite them, and the next one's would read them
         if codes is not None and len(self.shards) > 1:
             codes = codes.rounded_by(0)
@@ -135,16 +135,17 @@ class QwenGpu:
             block = self._block(partials, kind)
             self.connections.read(name, residual, block, b.streams, out, fp8=few, wide=many)
             round_made(Operand(out, codes))
-            if self.watch is not None:
-                self.watch(residual)
-            return Operand(out, codes)
-        if partials is not None and exchange is not None and exchange.sums and exchange.total is None:
+        elif partials is not None and exchange is not None and exchange.sums and exchange.total is None:
             ranks = exchange.sums[kind]
-            made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, codes=codes)
+            made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, codes=codes, feature=feature)
+            if ranks.shots(len(residual)) == 1:  # else a row's owner alone has it whole, and has sent it
+                keep_feature(feature, residual, b.features)
             if made.data_ptr() != out.data_ptr():  # it is mostly the buffer that the others reach
                 copy_rows(made, out)
             return Operand(out, codes)
-        add_norm(residual, self._block(partials, kind), w, eps, out, codes=codes)
+        else:
+            add_norm(residual, self._block(partials, kind), w, eps, out, codes=codes)
+            keep_feature(feature, residual, b.features)
         if self.watch is not None:
             self.watch(residual)
         return Operand(out, codes)
@@ -161,7 +162,7 @@ class QwenGpu:
             return rows.rounded_by(k_block(self.shape.hidden_size) if is_e4m3(mlp.gate_up, mlp.shared_gate_up) else 0)
         return rows.rounded_by(self.linears.block_k(name if mlp is None else f"{name}gate_up", is_cut=is_cut))
 
-    def _logits(
+    def project_head(
         self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str, who: AdapterRows | None = None
     ) -> None:
         """float32 [1, N, M] of normed rows [N, H], of a decode, a prefill or a guess: those of the first M
@@ -182,7 +183,7 @@ class QwenGpu:
 
     def _own_logits(self, normed: Tensor, out: Tensor, rows: Fp8Rows | None, who: AdapterRows | None) -> None:
         """The columns of all shards that this GPU has, as far as they are asked for. out: float32 [N, M].
-        who: as of `_logits`.
+        who: as of `project_head`.
         """
         assert self.exchange is not None
         n, begin = len(normed), 0
@@ -224,8 +225,7 @@ class QwenGpu:
         for i, layer in enumerate(w.layers):
             partial = self._add_ngrams(layer, residual, partial, rows, b, memory[0])
             codes = self._codes(b.fp8, _first_matrix(i, layer), is_cut=True)
-            normed = self._add_norm(residual, partial, f"layers.{i}.input_norm", out, b, codes)
-            keep_features(self.shape.feature_layers, i - 1, residual, b.features)
+            normed = self._add_norm(residual, partial, f"layers.{i}.input_norm", out, b, codes, i - 1)
             mixer = partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len)
             partial = of_shards(self.shards, b.partial, mixer)
             codes = self._codes(b.fp8, f"layers.{i}.mlp.", layer.mlp)
@@ -233,7 +233,7 @@ class QwenGpu:
             partial = of_shards(self.shards, b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, "norm", out, b)
         logits = front(b.logits, 1, n, shape.vocab_size)
-        self._logits(out, logits, b.fp8, "decode", who)
+        self.project_head(out, logits, b.fp8, "decode", who)
         return logits[0]
 
     def _add_ngrams(
@@ -471,7 +471,7 @@ class QwenGpu:
         if b.streams is not None:
             copy_rows(residual, hidden)
         logits = front(b.logits, 1, n, shape.n_drafted)
-        self._logits(final, logits, b.fp8, "guess")
+        self.project_head(final, logits, b.fp8, "guess")
         return logits[0]
 
     # A prefill.
@@ -506,8 +506,7 @@ class QwenGpu:
                 filled.append(ahead.fill(i + 1))
             added = self._add_ngrams(layer, residual, added, inputs.blocks, b, memory[0])
             codes = self._codes(b.wide.rows, _first_matrix(i, layer))
-            normed = self._add_norm(residual, added, f"layers.{i}.input_norm", out, b, codes)
-            keep_features(self.shape.feature_layers, i - 1, residual, b.features)
+            normed = self._add_norm(residual, added, f"layers.{i}.input_norm", out, b, codes, i - 1)
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
             added = of_shards(self.shards, b.y, mixer)
             codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
@@ -644,5 +643,5 @@ class QwenGpu:
                 self.connections.read("norm", residual, block, b.streams, final, rows=rows, fp8=b.wide.rows)
             else:
                 add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows)
-        self._logits(final, logits, b.wide.rows, "prefill", who)
+        self.project_head(final, logits, b.wide.rows, "prefill", who)
         return logits[0]

@@ -72,11 +72,15 @@ def of_shards(shards: Sequence[Shard], flat: Tensor, of_shard: Callable[[int, Te
     return front(flat, n * len(found), *found.shape[1:])
 
 
-def keep_features(layers: tuple[int, ...], i: int, residual: Tensor, features: Tensor | None) -> None:
-    """Copies the residual stream behind layer i, float32 [N, H], where a block drafter reads it: those behind
-    these layers, side by side.
+def feature_of(layers: tuple[int, ...], i: int, width: int) -> tuple[int, int] | None:
+    """Columns where the residual stream behind layer i is kept for a block drafter: the first, and how many a
+    row has of all these layers. None: it is not.
     """
-    if features is not None and i in layers:
-        n, h = residual.shape
-        first = layers.index(i) * h
-        copy_rows(residual, front(features, n, len(layers) * h)[:, first : first + h])
+    return (layers.index(i) * width, len(layers) * width) if i in layers else None
+
+
+def keep_feature(feature: tuple[int, int] | None, residual: Tensor, features: Tensor | None) -> None:
+    """Copies the residual stream, float32 [N, H], to such columns of features, bfloat16, flat."""
+    if feature is not None and features is not None:
+        (first, row), (n, h) = feature, residual.shape
+        copy_rows(residual, front(features, n, row)[:, first : first + h])

@@ -14,7 +14,8 @@ sum is part of the kernel. `all_reduce` and `add_norm` (norm.py) have the same b
 That is one shot: each rank writes its rows to all others, which for few rows is one way over the link and no
 more. In two shots (reduce-scatter, norm, all-gather) row i belongs to rank i % ranks: it alone gets the
 others' sums, has the row's residual, and writes the normed row to all. Fewer bytes go over the link, twice
-one way.
+one way. Where others than the norm read the residual (a block drafter does, behind a few layers), the owner
+writes that to all as well.
 
 Ranks that do not reach each other's memory meet in the host's: all have one inbox there and one list of
 flags. A rank writes its rows once, into its own place, and sets its own flag. The others read both over their
@@ -75,6 +76,8 @@ class Rank:
     outs: Tensor  # int64, alike: of all out
     n_shards: int = 1
     """Shards of a model that each rank has: a sum is that of as many ranks, each with one of these."""
+    features: Tensor | None = None
+    """int64 [ranks]: addresses of all features, bfloat16, where some of the residual's rows are kept."""
 
     @property
     def n_ranks(self) -> int:
@@ -117,16 +120,19 @@ def shared_buffers(
     )
 
 
-def rank_of(rank: int, shared: Sequence[Shared], n_shards: int = 1, *, is_in_host: bool = False) -> Rank:
+def rank_of(
+    rank: int, shared: Sequence[Shared], n_shards: int = 1, *, is_in_host: bool = False, features: Sequence[Tensor] = ()
+) -> Rank:
     """Makes a rank of the buffers of all ranks, which this one can reach. is_in_host: but for out, which is
-    its own.
+    its own. features: of all, if rows of the residual are kept.
     """
     inbox, flags, out = shared[rank]
     out = out.view(-1, inbox.shape[3])
     epochs = torch.zeros(flags.shape[1], dtype=torch.int32, device=out.device)
     reached = zip(*(shared[:1] if is_in_host else shared), strict=True)
     inboxes, flag_lists, outs = _addresses(reached, out.device)
-    return Rank(rank, inbox, flags, epochs, out, inboxes, flag_lists, outs, n_shards)
+    kept = next(_addresses([features], out.device)) if features else None
+    return Rank(rank, inbox, flags, epochs, out, inboxes, flag_lists, outs, n_shards, kept)
 
 
 def let_reach(devices: Sequence[torch.device | str]) -> None:
@@ -321,12 +327,13 @@ def _one_shot_kernel(
 @triton.jit(do_not_specialize=["rank", "first", "n"])
 def _two_shot_kernel(
     p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, p_codes, p_scale, rank,
-    n_rows, n, width, stride, inverse_width, eps, first, RANKS: tl.constexpr, HOST: tl.constexpr, SHARDS: tl.constexpr,
-    SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    n_rows, n, width, stride, inverse_width, eps, first, p_features, o_feature, feature_row, RANKS: tl.constexpr,
+    HOST: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Sums rows in two shots. A row's owner waits for the others. They wait for what it makes of the row.
-    Each rounds the row for itself, which is faster than codes that are sent.
+    Each rounds the row for itself, which is faster than codes that are sent. p_features: where the row of the
+    residual is kept, too, from column o_feature on of rows of feature_row columns; else None.
     """
     row = tl.program_id(0)
     weights = load_pieces(p_w, width, LANES, PIECES)
@@ -345,6 +352,9 @@ def _two_shot_kernel(
             p_to = tl.multiple_of(tl.load(p_outs + q).to(tl.pointer_type(tl.bfloat16)), 16)
             p_to += first.to(tl.int64) * width + o_row
             store_norm(p_to, None, None, 0, added, weights, width, inverse_width, eps, LANES, PIECES, 1)
+            if p_features is not None:
+                p_kept = tl.multiple_of(tl.load(p_features + q).to(tl.pointer_type(tl.bfloat16)), 16)
+                store_pieces(p_kept + (first + row).to(tl.int64) * feature_row + o_feature, added, width, LANES, PIECES)
         tl.debug_barrier()
         for q in tl.static_range(RANKS):
             if q != rank:
@@ -372,7 +382,8 @@ class _Norm:
 
 
 def _launch(
-    kernel: object, partials: Tensor, ranks: Rank, first: int, out: Tensor, norm: _Norm, *more: int, **constants: bool
+    kernel: object, partials: Tensor, ranks: Rank, first: int, out: Tensor, norm: _Norm, *more: int | Tensor | None,
+    **constants: bool,
 ) -> None:
     """Launches a kernel for the rows of one launch, from row `first` on."""
     n_partials, n, width = partials.shape
@@ -412,7 +423,7 @@ def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank) -> None:
 
 def all_reduce_norm(
     residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, shots: int | None = None,
-    codes: Fp8Rows | None = None,
+    codes: Fp8Rows | None = None, feature: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
     ranks.out. One launch for each ranks.n_rows rows.
@@ -420,7 +431,8 @@ def all_reduce_norm(
     residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind
     it. codes: these rows in e4m3 as well, as of `add_norm`. shots: 1 or 2, None for `ranks.shots`; in the
     host's memory 1. Behind two shots only each rank's own rows of residual, i % ranks of each launch, are
-    right. So of one residual all sums are made with as many shots.
+    right. So of one residual all sums are made with as many shots. feature: the column from which two shots
+    keep the new residual in ranks.features, and the columns of a row there.
     """
     _check(partials, ranks)
     n, width = residual.shape
@@ -432,11 +444,12 @@ def all_reduce_norm(
     if codes is not None and codes.block_k:
         check_room("all_reduce", codes, n, width, codes.block_k)
     out, norm = ranks.out[:n], _Norm(residual, w, eps, codes)
+    kept = (None, 0, 0) if feature is None else (ranks.features, *feature)
     for first in range(0, n, ranks.n_rows):
         if shots == 1:
             _launch(_one_shot_kernel, partials, ranks, first, out[first:], norm, NORM=True)
         else:
-            _launch(_two_shot_kernel, partials, ranks, first, ranks.outs, norm, first)
+            _launch(_two_shot_kernel, partials, ranks, first, ranks.outs, norm, first, *kept)
     return out
 
 

@@ -212,9 +212,9 @@ class Cpu:
     def begin_compiling(self, plan: TextPlan | SpeechPlan, again: bool = False) -> None:
         """Kernels were compiled when Deltic was installed."""
 
-    def store(self, plan: TextPlan | SpeechPlan) -> Store:
-        """Store to which weights are loaded."""
-        return Host(plan.n_threads)
+    def stores(self, plan: TextPlan | SpeechPlan) -> list[Store]:
+        """Stores to which weights are loaded: one."""
+        return [Host(plan.n_threads)]
 
     def text_weights(self, model: TextModel, plan: TextPlan, progress: Progress) -> tuple[PartWeights, list[str]]:
         """Weights of the one part of the one device, and notices: from a packed model, from the cache, or
@@ -229,7 +229,7 @@ class Cpu:
             weights.ngram_table = model.ngram_table()
             return weights, notices
 
-        config, is_outside, store = model.config, plan.outside_bytes > 0, self.store(plan)
+        config, is_outside, store = model.config, plan.outside_bytes > 0, self.stores(plan)[0]
         if is_outside and config.weights_cache is not None:
             store = OnDisk(plan.n_threads, directory=config.weights_cache)
         load, writing = partial(model.load, store, progress), of_stage(progress, "weights cache")
@@ -251,7 +251,7 @@ class Cpu:
                 of_stage(progress, "weights"),
             )
 
-        load = partial(model.load, self.store(plan), progress)
+        load = partial(model.load, self.stores(plan)[0], progress)
         return through_cache(model.config, model.directory, map_file, load, of_stage(progress, "weights cache"))
 
     def text_runner(
@@ -260,10 +260,10 @@ class Cpu:
         weights: PartWeights,
         vision: Vision | None,
         progress: Progress,
-        drafter: DrafterWeights | None = None,
+        drafters: Sequence[DrafterWeights] = (),
     ) -> Runner:
-        """Makes a runner. vision: of a model that takes pictures. drafter: of one with a block drafter."""
-        return Runner(plan, weights[0][0], progress, vision, drafter)
+        """Makes a runner. vision: of a model that takes pictures. drafters: one, or none."""
+        return Runner(plan, weights[0][0], progress, vision, drafters[0] if drafters else None)
 
     def speech_runner(
         self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress

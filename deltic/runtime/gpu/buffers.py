@@ -318,8 +318,8 @@ def exchanges(
         sums, logits = dict[str, Rank](), dict[str, Columns]()
         for kind in meetings[0].sums if meetings else ():
             reached = [(*m.sums[kind], b.normed) for m, b in zip(meetings, buffers[kind], strict=True)]
-            n_shards = len(cuts) // len(shares)
-            sums[kind] = rank_of(rank, reached, n_shards, is_in_host=in_host is not None)
+            kept = [b.features for b in buffers[kind] if b.features is not None]
+            sums[kind] = rank_of(rank, reached, len(cuts) // len(shares), is_in_host=in_host is not None, features=kept)
         for kind in meetings[0].logit_flags if meetings else ():
             wholes = [b.logits.view(-1) for b in buffers.get(kind, buffers["decode"])]
             flags, staged = [m.logit_flags[kind] for m in meetings], meetings[0].staged

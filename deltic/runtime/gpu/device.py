@@ -253,11 +253,11 @@ def text_runner(
     weights: Sequence[list[Weights]],
     progress: Progress = silent,
     vision: Vision | None = None,
-    drafter: DrafterWeights | None = None,
+    drafters: Sequence[DrafterWeights] = (),
 ) -> GpuTextRunner | ParallelRunner:
     """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts; an embedding that is
-    planned in the host's memory moves there, and a table of n-grams, once for all. The rest is as a
-    GpuTextRunner takes it.
+    planned in the host's memory moves there, and a table of n-grams, once for all. drafters: by GPU, where
+    there is a block drafter. The rest is as a GpuTextRunner takes it.
     """
     if (table := weights[0][0].ngram_table) is not None:
         table = reachable_table(table, of_stage(progress, "table of n-grams"))
@@ -267,12 +267,12 @@ def text_runner(
         weights[0][0].embed = in_host(weights[0][0].embed)
         torch.cuda.empty_cache()
     if plan.n_gpus > 1:
-        return ParallelRunner(plan, devices, weights, progress, vision)
+        return ParallelRunner(plan, devices, weights, progress, vision, drafters)
     joined = None
     if plan.cuts:
         workspace = gpu_workspace(plan, allocate_on(device_of(weights[0][0].lm_head)))
         joined = workspace, exchanges([workspace], plan.cuts)[0]
-    return GpuTextRunner(plan, weights[0], progress, vision, joined, drafter)
+    return GpuTextRunner(plan, weights[0], progress, vision, joined, drafters[0] if drafters else None)
 
 
 class Gpu:
@@ -324,9 +324,9 @@ class Gpu:
         with self.levers.bound():
             return begin_compiling(plan, collect, again=again)
 
-    def store(self, plan: TextPlan | SpeechPlan) -> Store:
-        """Store to which weights are loaded."""
-        return self._store_on(0, has_experts=not plan.n_expert_slots)
+    def stores(self, plan: TextPlan | SpeechPlan) -> list[Store]:
+        """Stores to which each GPU's weights are loaded."""
+        return [self._store_on(i, has_experts=not plan.n_expert_slots) for i in range(self.n_gpus)]
 
     def _store_on(self, i_gpu: int, has_experts: bool = True) -> Store:
         return DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu], has_experts)
@@ -334,7 +334,7 @@ class Gpu:
     def text_weights(self, model: TextModel, plan: TextPlan, progress: Progress) -> tuple[PartWeights, list[str]]:
         """Weights of each part by GPU, and notices."""
         if not plan.cuts:
-            weights, notices = model.load(self.store(plan), progress)
+            weights, notices = model.load(self.stores(plan)[0], progress)
             return [[weights]], notices
         notices = [*self._notices]
 
@@ -349,7 +349,7 @@ class Gpu:
     def speech_weights(
         self, model: SpeechModel, plan: SpeechPlan, progress: Progress
     ) -> tuple[SpeechWeights, list[str]]:
-        return model.load(self.store(plan), progress)
+        return model.load(self.stores(plan)[0], progress)
 
     def parts(self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights]) -> list[list[Weights]]:
         """Loads the weights of each part, by GPU. Parts of a GPU have one embedding. load: loads a part,
@@ -368,11 +368,11 @@ class Gpu:
         weights: PartWeights,
         vision: Vision | None,
         progress: Progress,
-        drafter: DrafterWeights | None = None,
+        drafters: Sequence[DrafterWeights] = (),
     ) -> GpuTextRunner | ParallelRunner:
-        """Makes a runner. vision, drafter: of a model that has them. Raises KernelError."""
+        """Makes a runner. vision, drafters: of a model that has them. Raises KernelError."""
         with _named_kernels(), self.levers.bound():
-            return text_runner(plan, self.devices, weights, progress, vision, drafter)
+            return text_runner(plan, self.devices, weights, progress, vision, drafters)
 
     def speech_runner(
         self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress

@@ -29,6 +29,7 @@ from deltic.engine.events import ExpertStats
 from deltic.engine.messages import Picture
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Progress, RunnerLostError, Step, StepResult, silent
+from deltic.models.dflash.weights import DrafterWeights
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -101,8 +102,10 @@ class ParallelRunner:
         weights: Sequence[list[Weights]],
         progress: Progress = silent,
         vision: tuple[VisionWeights, PictureRules] | None = None,
+        drafters: Sequence[DrafterWeights] = (),
     ) -> None:
-        """weights: of each GPU's parts. vision: as for one GPU. The first has it.
+        """weights: of each GPU's parts. vision: as for one GPU. The first has it. drafters: of each GPU, if
+        there is a block drafter.
 
         Raises KernelError for GPUs that do not reach each other's memory, unless the lever says that they
         meet in the host's.
@@ -118,7 +121,8 @@ class ParallelRunner:
         self.runners: list[GpuTextRunner] = []
         with apart([part for exchange in found for part in exchange.meetings]):
             for i, thread in enumerate(self._threads):  # one after another, which recording needs
-                make = partial(GpuTextRunner, plans[i], weights[i], exchange=(workspaces[i], found[i]))
+                own = drafters[i] if drafters else None
+                make = partial(GpuTextRunner, plans[i], weights[i], exchange=(workspaces[i], found[i]), drafter=own)
                 part = partial(part_of_progress, progress, i, len(devices))
                 self.runners.append(thread.start(partial(make, part, None if i else vision)).result())
             # Behind all recordings: before each of them torch gives back memory that it keeps, on every GPU.
