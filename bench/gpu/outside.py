@@ -7,7 +7,7 @@ the first.
 
 The roof of a decode is the time to read what is on the GPU, of experts those that the decode used, and to
 bring what was in no slot over the link, one behind the other, at the speeds of the same run. That of a
-prompt is the link alone, for what is in no slot. --skew makes rows of the routers longer, other ones in
+prompt is the link alone, for what came over it. --skew makes rows of the routers longer, other ones in
 each layer, as texts favour some experts. Rows say how many experts of a layer a decode used: random weights
 send tokens to fewer than even routing does.
 """
@@ -106,17 +106,19 @@ class Outside:
         return row | {"experts": round(used / shape.n_layers, 1), "roof": round(1000 * least_s / ms, 4)}, tokens
 
     def _prefills(self, engine: Engine, n_tokens: int) -> dict[str, Any]:
-        plan, rounds = runner_of(engine).plan, prefill_ms(engine, n_tokens, self.arguments.rounds)
-        ms = statistics.median(rounds)
-        row = {
-            "slots": plan.n_expert_slots,
+        runner, before = runner_of(engine), (runner_of(engine).experts or ExpertStats()).n_prefill_bytes
+        rounds = prefill_ms(engine, n_tokens, self.arguments.rounds)
+        ms, n_brought = statistics.median(rounds), (runner.experts or ExpertStats()).n_prefill_bytes - before
+        brought = n_brought / (1 + self.arguments.rounds)  # one prompt has no time
+        return {
+            "slots": runner.plan.n_expert_slots,
             "prefill": n_tokens,
             "ms": round(ms, 2),
             "tok_s": round(1000 * n_tokens / ms),
+            "round_ms": [round(one, 2) for one in rounds],
+            "mb": round(brought / 1e6, 1),
+            "roof": round(1000 * brought / self.link / ms, 4),
         }
-        away = plan.outside_bytes * (1 - plan.n_expert_slots / self.model.run.shape.n_experts)
-        away_ms = 1000 * -(-n_tokens // plan.max_step_tokens) * away / self.link
-        return row | {"round_ms": [round(one, 2) for one in rounds], "roof": round(away_ms / ms, 4)}
 
 
 def routers(model: GpuModel) -> list[Tensor]:

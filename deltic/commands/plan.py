@@ -450,6 +450,7 @@ def _speed_table(
     if link:
         title += f", experts from outside at {link / 1e9:.1f} GB/s, evenly chosen"
     columns = (speed, "bound by") if roofs else ("GB",)
+    outside = "the link" if plan.n_expert_slots else "the disk"
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
         n_bytes = sum(parts) if weights is None else plan.n_shards * _decode_bytes(weights, shape, n, context)
@@ -462,8 +463,10 @@ def _speed_table(
         least_s = max(memory_s, compute_s) + brought_s
         value = f"{1000 * least_s:.0f}" if plan.speaks else f"{n / least_s:.1f}"
         slower = "memory" if memory_s >= compute_s else "arithmetic"
-        where = "the link" if plan.n_expert_slots else "the disk"
-        table.add_row(name, value, where if brought_s > max(memory_s, compute_s) else slower)
-    if roofs and not plan.speaks:
-        table.add_row("prefill", f"{roofs[1] / body:.0f}", "arithmetic")
+        table.add_row(name, value, outside if brought_s > max(memory_s, compute_s) else slower)
+    if roofs and not plan.speaks:  # what is outside comes while the layer in front computes
+        n = plan.max_step_tokens
+        compute_s, brought_s = n * body / roofs[1], brought(plan, n) / link if link else 0.0
+        slower = outside if brought_s > compute_s else "arithmetic"
+        table.add_row("prefill", f"{n / max(compute_s, brought_s):.0f}", slower)
     return table

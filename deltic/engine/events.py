@@ -56,12 +56,15 @@ class ReplayStats(msgspec.Struct, array_like=True):
 
 
 class ExpertStats(msgspec.Struct, array_like=True):
-    """Routed experts that are outside the GPU, in decodes: monotonic counters."""
+    """Routed experts that are outside the GPU: monotonic counters."""
 
     n_hits: Annotated[int, counter("expert_hits", "Experts of decodes that were in a slot on the GPU.")] = 0
     n_fetched: Annotated[int, counter("expert_fetches", "Experts of decodes that came over the GPU's link.")] = 0
     n_bytes: Annotated[
         int, counter("expert_fetched_bytes", "Bytes of experts that came over the link for decodes.")
+    ] = 0
+    n_prefill_bytes: Annotated[
+        int, counter("expert_prefill_bytes", "Bytes of experts that came over the link for prefills.")
     ] = 0
 
 

@@ -324,7 +324,13 @@ def test_experts_outside_beside_all_on_the_gpu(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(outside, "need_gpu", lambda *_: None)
     monkeypatch.setattr(outside, "host_link", lambda: 1e8)
     monkeypatch.setattr(outside.GpuRoofs, "measured", classmethod(lambda cls: cls(1e9, 7.9e14)))
-    monkeypatch.setattr(outside, "prefill_ms", lambda engine, n, rounds: [2.0] * rounds)
+
+    def two_prompts(engine: Engine, n: int, rounds: int) -> list[float]:
+        """Of 64 tokens, which use all four experts of four layers, of which two are in slots."""
+        gpu.prefill_ms(engine, n, rounds)
+        return [2.0] * rounds
+
+    monkeypatch.setattr(outside, "prefill_ms", two_prompts)
     monkeypatch.setattr(gpu, "DeviceStore", lambda device, **given: DeviceStore("cpu", **given))
     monkeypatch.setattr(gpu, "begin_compiling", lambda *given: SimpleNamespace(wait=lambda progress: None))
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
@@ -344,6 +350,8 @@ def test_experts_outside_beside_all_on_the_gpu(tmp_path: Path, monkeypatch: pyte
     shape = ModelShape.from_directory(small_checkpoint("moe"))
     inside = decode_bytes(shape, None, 2, outside.PROMPT + 2, COUNTED_ROWS)
     assert one["experts"] == 4 and one["roof"] == pytest.approx((inside / 1e9 + brought / 1e8) / 0.01, abs=2e-4)
+    prompt = found["rows"][6]
+    assert prompt["mb"] == round(brought / 1e6, 1) and prompt["roof"] == pytest.approx(brought / 1e8 / 0.002, abs=1e-4)
     assert "roof" not in found["rows"][0] and found["rows"][0]["tok_s"] == 200
     found["code"]["modified"], found["shape"] = False, "tiny"
     file.write_text(json.dumps(found))

@@ -72,7 +72,7 @@ def test_plan_for_a_gpu_elsewhere(without_gpu: None) -> None:
     assert "345.3 GB of the host's memory must be free for what GPUs read there, beside the host tier." in large
 
 
-def test_a_plan_says_what_stays_on_the_disk(tmp_path: Path) -> None:
+def test_a_plan_says_what_stays_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much, and that the disk bounds the speed once there is a file to measure."""
     config = EngineConfig(
         model=str(tiny_checkpoint("moe")), quantize="int4", device="cpu", threads=1, max_num_seqs=1, max_model_len=64,
@@ -81,7 +81,10 @@ def test_a_plan_says_what_stays_on_the_disk(tmp_path: Path) -> None:
     report = words(fit.report(config))
     assert "not in memory: on the disk, and read when they are used" in report and "experts from outside" not in report
     build_runner(config, lambda stage, done: None, Cpu())
-    assert "experts from outside" in words(fit.report(config))
+    for speed, slower in ((1e15, "arithmetic"), (1e3, "the disk")):
+        monkeypatch.setattr(fit, "disk_bandwidth", lambda file, speed=speed: speed)
+        report = words(fit.report(config))
+        assert "experts from outside" in report and re.search(rf"prefill\W+\d+\W+{slower}", report), report
     assert "not in memory" not in words(fit.report(replace(config, expert_memory=None)))
 
 

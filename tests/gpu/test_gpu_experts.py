@@ -36,11 +36,12 @@ from deltic.ops.gpu import weight
 from deltic.ops.gpu.expert_slots import (
     Counts,
     ExpertSlots,
+    Stage,
     bring,
     expert_slots,
     parts_of,
-    stage_bytes,
     stage_in,
+    stage_memory,
     with_memory,
 )
 from deltic.ops.gpu.launch import allocate_in_host, allocate_on
@@ -99,8 +100,7 @@ class Outside:
         )
         w, stage = self.layer.weights, None
         if slots is not None:
-            memory = torch.full((stage_bytes(w.gate_up, w.down),), 255, dtype=torch.uint8, device=self.device)
-            w, stage = self.weights, stage_in(memory, slots)
+            w, stage = self.weights, stage_of(slots)
             if is_filled:
                 stage.fill()
                 stage = replace(stage, is_filled=True)
@@ -111,8 +111,13 @@ class Outside:
 
 
 def slots_of(gate_up: Matrix, down: Matrix, n_slots: int, device: str) -> ExpertSlots:
-    counts = Counts(torch.zeros(3, dtype=torch.int64, device=device), allocate_in_host("counts", (3,), torch.int64))
+    counts = Counts(torch.zeros(4, dtype=torch.int64, device=device), allocate_in_host("counts", (4,), torch.int64))
     return expert_slots(gate_up, down, n_slots, counts, allocate_on(device))
+
+
+def stage_of(slots: ExpertSlots) -> Stage:
+    """With poison in it."""
+    return stage_in(stage_memory([slots.home], allocate_on(slots.slot.device)).fill_(255), slots)
 
 
 @pytest.mark.parametrize("mix", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS[1:])])
@@ -122,28 +127,29 @@ def test_bits_are_those_of_experts_on_the_gpu(device: str, mix: str) -> None:
     rows = layer.rows(3 if device == "cpu" else 24)
     steps = [rows[:1], rows, rows[:1]] if device == "cpu" else [rows[:1], rows[:5], rows, rows[3:4], rows[:1]]
     prompt = layer.rows(64)
+    all_here = Outside(layer, N_EXPERTS).slots
     for n_slots in (1, N_EXPERTS // 2, N_EXPERTS):
         outside = Outside(layer, n_slots)
         for x in steps:
             # one row is routed as several are: in the interpreter another way has numpy's other bits
-            expected = outside.decode(x, None) if device == "cuda" else outside.decode(x, all_in(outside))
+            expected = outside.decode(x, None if device == "cuda" else all_here)
             assert torch.equal(outside.decode(x, outside.slots), expected), (n_slots, len(x))
         for is_filled in (False, True) if n_slots != 1 or device == "cuda" else (True,):
             found = outside.prefill(prompt, outside.slots, is_filled)
             assert torch.equal(found, outside.prefill(prompt, None)), (n_slots, is_filled)
 
 
-def all_in(outside: Outside) -> ExpertSlots:
-    """Slots that hold every expert of the layer itself, in its order."""
-    w = outside.layer.weights
-    slots = slots_of(outside.weights.gate_up, outside.weights.down, N_EXPERTS, outside.device)
-    for own, memory in zip(slots.parts, parts_of(w.gate_up, w.down), strict=True):
-        own.copy_(memory)
-    every = torch.arange(N_EXPERTS, dtype=torch.int32)
-    slots.slot.copy_(every)
-    slots.held.copy_(every)
-    slots.where.copy_(slots.places[:, 1:] * every.to(slots.where.device))
-    return slots
+def twelve_experts(device: str, generator: torch.Generator, n_slots: int) -> ExpertSlots:
+    """Slots of a layer of random bytes."""
+    w = layer_of("Q4_K", device).weights
+
+    def twelve(m: Matrix) -> Matrix:
+        (segment,) = m.segments
+        memory = mapped_memory((12, segment.data.shape[1]))
+        memory.copy_(torch.randint(0, 256, memory.shape, generator=generator, dtype=torch.uint8))
+        return with_memory(m, [memory])
+
+    return slots_of(twelve(w.gate_up), twelve(w.down), n_slots, device)
 
 
 @pytest.mark.parametrize("n_slots", [1, 3, 5, 12])
@@ -152,23 +158,15 @@ def test_slots_hold_what_was_used_last(device: str, n_slots: int) -> None:
     Bytes are where they are said to be, and the counts are right.
     """
     n_experts, generator = 12, torch.Generator().manual_seed(n_slots)
-    w = layer_of("Q4_K", device).weights
-
-    def twelve(m: Matrix) -> Matrix:
-        (segment,) = m.segments
-        memory = mapped_memory((n_experts, segment.data.shape[1]))
-        memory.copy_(torch.randint(0, 256, memory.shape, generator=generator, dtype=torch.uint8))
-        return with_memory(m, [memory])
-
-    slots = slots_of(twelve(w.gate_up), twelve(w.down), n_slots, device)
-    used: OrderedDict[int, tuple[int, int]] = OrderedDict((slot, (0, -1)) for slot in range(n_slots))  # step, expert
+    slots = twelve_experts(device, generator, n_slots)
+    used: OrderedDict[int, tuple[int, int]] = OrderedDict((slot, (0, slot)) for slot in range(n_slots))  # step, expert
     n_here, n_fetched, units = 0, 0, sum(part.shape[1] for part in slots.parts) // 256
     for step in range(1, 13):
         needed = torch.randperm(n_experts, generator=generator)[: 1 + step % 4].sort().values.tolist()
         counters = torch.zeros(n_experts + 1, dtype=torch.int32, device=device)
         counters[needed] = 2
         bring(slots, counters)
-        held = {expert: slot for slot, (_, expert) in used.items() if expert >= 0}
+        held = {expert: slot for slot, (_, expert) in used.items()}
         for expert in needed:
             if expert in held:
                 used[held[expert]] = step, expert
@@ -178,14 +176,42 @@ def test_slots_hold_what_was_used_last(device: str, n_slots: int) -> None:
         for expert, (_, slot) in zip(missing, free, strict=False):
             used[slot] = step, expert
         assert slots.held.tolist() == [expert for _, expert in used.values()]
-        assert slots.counts.found.tolist() == slots.counts.seen.tolist() == [n_here, n_fetched, n_fetched * units]
-        where = {expert: slot for slot, (_, expert) in used.items() if expert >= 0}
+        assert slots.counts.found.tolist() == slots.counts.seen.tolist() == [n_here, n_fetched, n_fetched * units, 0]
+        where = {expert: slot for slot, (_, expert) in used.items()}
         assert slots.slot.tolist() == [where.get(expert, -1) for expert in range(n_experts)]
         for i, (own, home) in enumerate(zip(slots.parts, parts_of(*slots.home), strict=True)):
             for expert in range(n_experts):
                 at = own[where[expert]] if expert in where else home[expert]
                 assert own.data_ptr() + 256 * int(slots.where[i, expert]) == at.data_ptr()
                 assert torch.equal(at.cpu(), home[expert])
+
+
+@pytest.mark.parametrize("n_slots", [1, 5, 12])
+def test_a_stage_gets_what_is_in_no_slot(device: str, n_slots: int) -> None:
+    """And nothing else, before and behind decodes; places are right, what came is counted, and slots stay as they are."""
+    slots = twelve_experts(device, torch.Generator().manual_seed(n_slots), n_slots)
+    units, n_staged = sum(part.shape[1] for part in slots.parts) // 256, 0
+    for step in range(3):
+        counters = torch.zeros(13, dtype=torch.int32, device=device)
+        counters[torch.tensor([2, 7, 9, 11]) - step] = 3
+        if step:
+            bring(slots, counters)
+        before, held = [slots.used.tolist(), slots.slot.tolist()], slots.held.tolist()
+        for given in (None, counters):
+            stage = stage_of(slots)
+            stage.fill(given)
+            come = [e for e in range(12) if e not in held and (given is None or int(given[e]) > 0)]
+            n_staged += len(come) * units
+            assert slots.counts.found.tolist()[3] == slots.counts.seen.tolist()[3] == n_staged
+            for i, (own, to, home) in enumerate(zip(slots.parts, stage.parts, parts_of(*slots.home), strict=True)):
+                for expert in range(12):
+                    at = own[held.index(expert)] if expert in held else to[expert]
+                    assert own.data_ptr() + 256 * int(stage.where[i, expert]) == at.data_ptr()
+                    assert torch.equal(
+                        to[expert].cpu(), home[expert] if expert in come else torch.full_like(home[0], 255)
+                    )
+        assert [slots.used.tolist(), slots.slot.tolist()] == before and slots.held.tolist() == held
+    assert (n_staged == 0) == (n_slots == 12)
 
 
 def test_a_layer_has_one_slot_at_least_and_no_more_than_experts(device: str) -> None:
@@ -299,9 +325,15 @@ def test_answers_are_those_of_a_model_on_the_gpu(in_lists: None) -> None:
     assert few.plan.n_expert_slots == 1 and all_here.plan.n_expert_slots == 0
     assert few.plan.outside_bytes == all_here.plan.weight_bytes - few.plan.weight_bytes > 0
     n_tokens = 24 if HAS_GPU else 2
+    assert few.experts is not None
+    before = few.experts.n_prefill_bytes
     assert ask(few, prompts, n_tokens)[0] == ask(all_here, prompts, n_tokens)[0]
     assert all_here.experts is None and few.experts is not None
     assert few.experts.n_bytes > few.experts.n_fetched > 0
+    n_bytes = few.experts.n_prefill_bytes - before
+    assert n_bytes == (few.plan.shape.n_experts - 1) * slot_bytes(few.model.weights) or (HAS_GPU and n_bytes > 0), (
+        "one step"
+    )
 
 
 @pytest.mark.parametrize(

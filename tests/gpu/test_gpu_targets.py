@@ -100,7 +100,8 @@ OF_BLOCKS |= {
     "_add_scores_kernel",
 }
 """Those of block drafters, of two kinds."""
-WITH_SLOTS = {"keep_kernel", "fetch_kernel", "stage_kernel", "gate_up_kernel", "down_kernel"}
+WITH_SLOTS = {"keep_kernel", "fetch_kernel", "lack_kernel", "gate_up_kernel", "down_kernel"}
+WITH_SLOTS |= {"prefill_gate_up_kernel", "prefill_down_kernel"}
 """The same where a mixture's experts are outside the GPU."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 128

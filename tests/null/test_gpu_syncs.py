@@ -64,6 +64,7 @@ ALLOWED = {
     "runtime/gpu/vocoder.py:samples": AFTER_EVENT,
     "runtime/gpu/vocoder.py:open": "the state of a voice, once a stream",
     "runtime/gpu/vocoder.py:state_of": "when a voice is encoded, for what is kept of it",
+    "ops/gpu/expert_slots.py:_begin": START,
     "ops/gpu/fp8.py:block_scales": START,
     "ops/gpu/all_reduce.py:let_reach": START,
     "ops/gpu/all_reduce.py:apart": START,

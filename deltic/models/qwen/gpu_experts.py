@@ -1,5 +1,5 @@
 """A model's routed experts that are outside the GPU (ops/gpu/expert_slots.py): slots for decodes, and two
-buffers of a layer's experts for prefills, of which one is filled while the other is read.
+buffers for prefills of what is in no slot of a layer, of which one is filled while the other is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.models.qwen.weights import Moe, Weights
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.expert_slots import UNIT, Counts, ExpertSlots, Stage, expert_slots, stage_bytes, stage_in
+from deltic.ops.gpu.expert_slots import UNIT, Counts, ExpertSlots, Stage, expert_slots, stage_in, stage_memory
 from deltic.ops.gpu.launch import allocate_in_host
 
 AHEAD_BLOCKS = 4
@@ -44,19 +44,19 @@ class OutsideExperts:
 
     @property
     def seen(self) -> list[int]:
-        """Experts that decodes found in slots, those that they did not, and the bytes of these, as far as the
-        host has heard: it waits for nothing.
+        """Experts that decodes found in slots, those that they did not, the bytes of these, and those that
+        prefills brought, as far as the host has heard: it waits for nothing.
         """
-        n_here, n_fetched, n_units = self.counts.seen.numpy().tolist()
-        return [n_here, n_fetched, n_units * UNIT]
+        n_here, n_fetched, n_units, n_staged = self.counts.seen.numpy().tolist()
+        return [n_here, n_fetched, n_units * UNIT, n_staged * UNIT]
 
     def stage(self, i: int, *, is_filled: bool) -> Stage:
         """The stage of layer i. is_filled: `fill` has copied its experts there, and `wait` has waited."""
         return replace(stage_in(self.stages[i % 2], self.layers[f"layers.{i}.mlp."]), is_filled=is_filled)
 
     def fill(self, i: int) -> torch.cuda.Event | None:
-        """Starts to copy the experts of layer i to its stage, behind all that the current stream has now: the
-        layer that had the stage before has read it. Returns what to wait for.
+        """Starts to copy to the stage of layer i what it lacks, behind all that the current stream has now:
+        the layer that had the stage before has read it. Returns what to wait for.
         """
         stage = self.stage(i, is_filled=False)
         if self.side is None:
@@ -65,9 +65,7 @@ class OutsideExperts:
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             stage.fill()
-            filled = torch.cuda.Event()
-            filled.record()
-        return filled
+        return self.side.record_event()
 
     def wait(self, filled: torch.cuda.Event | None) -> None:
         """Has the current stream wait for copies that were started."""
@@ -80,14 +78,14 @@ def outside_experts(weights: Weights, n_slots: int, allocate: Allocate) -> Outsi
     dtype) gives a zeroed tensor on the GPU.
     """
     moes = layers_of_experts(weights)
-    found = allocate("expert counts", (3,), torch.int64)
+    found = allocate("expert counts", (4,), torch.int64)
     on_gpu, is_real = found.device.type == "cuda", found.device.type != "meta"
-    seen = allocate_in_host("expert counts", (3,), torch.int64) if is_real else found
+    seen = allocate_in_host("expert counts", (4,), torch.int64) if is_real else found
     counts = Counts(found, seen)
-    largest = max(stage_bytes(moe.gate_up, moe.down) for moe in moes.values())
+    homes = [(moe.gate_up, moe.down) for moe in moes.values()]
     return OutsideExperts(
         layers={name: expert_slots(moe.gate_up, moe.down, n_slots, counts, allocate) for name, moe in moes.items()},
-        stages=(allocate("expert stages", (largest,), torch.uint8), allocate("expert stages", (largest,), torch.uint8)),
+        stages=(stage_memory(homes, allocate), stage_memory(homes, allocate)),
         counts=counts,
         side=torch.cuda.Stream(found.device) if on_gpu else None,
     )

@@ -12,16 +12,18 @@ are slots, in the host's memory, which it reads by itself. The same kernel reads
 order in each place, so no bit depends on what is in the slots. The host decides nothing, and waits for
 nothing.
 
-A prefill uses nearly all experts of a layer. `Stage.fill` copies them, from slots and from the host, into a
-buffer that has them one behind the other, as a layer that is on the GPU has them. It leaves the slots as they
-are.
+Slots are never empty: they begin with the first S experts.
+
+A prefill uses nearly all experts of a layer. `Stage.fill` copies those that are in no slot into a buffer, and
+writes where each expert is: in its slot or in the buffer. It leaves the slots as they are. What runs between
+it and the products of the layer must not, and no decode does: it is behind them on the stream.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +40,6 @@ from deltic.ops.matrix import Matrix
 UNIT = 256
 """Bytes: places of experts are counted in these. Each matrix begins at a multiple of them."""
 _WORDS = tl.constexpr(UNIT // 8)
-_UNIT_BITS = tl.constexpr(8 * UNIT)
 _PIECE = tl.constexpr(64)
 """Units that a program copies at a time: enough on the way to hide the latency of the link."""
 STAGE_PROGRAMS = 32
@@ -47,8 +48,8 @@ STAGE_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of what decodes have found, of all layers together, int64 [3]: experts in slots, other experts,
-    and the units that these have. seen: the same in memory that the host reads.
+    """Numbers of all layers together, int64 [4]: of what decodes have used the experts in slots, the others,
+    and the units that these have; and units that stages got. seen: the same in memory that the host reads.
     """
 
     found: Tensor
@@ -68,7 +69,7 @@ class ExpertSlots:
     held: Tensor  # int32 [S]: the slot's expert, or -1
     used: Tensor  # int64 [S]: the step that used the slot last
     clock: Tensor  # int64 [1]: steps
-    fetches: Tensor  # int32 [1 + E + S]: how many; missing experts; expert + 65536 * slot of each fetch
+    fetches: Tensor  # int32 [1 + E]: how many; expert + 65536 * place of each fetch
     counts: Counts
 
     @property
@@ -92,23 +93,23 @@ def with_memory(w: Matrix, memory: Sequence[Tensor]) -> Matrix:
     return replace(w, segments=tuple(segments))
 
 
-def _whole_units(n: int, size: int, allocate: Allocate) -> Tensor:
+def _whole_units(name: str, n: int, size: int, allocate: Allocate) -> Tensor:
     """Allocates uint8 [n, size] that begins at a multiple of UNIT."""
-    memory = allocate("expert slots", (n * size + UNIT,), torch.uint8)
+    memory = allocate(name, (n * size + UNIT,), torch.uint8)
     begin = -memory.data_ptr() % UNIT
     found: Tensor = memory[begin : begin + n * size].view(n, size)
     return found
 
 
 def expert_slots(gate_up: Matrix, down: Matrix, n_slots: int, counts: Counts, allocate: Allocate) -> ExpertSlots:
-    """Makes the slots of a layer, which are empty. gate_up, down: of its experts, in memory that the GPU
+    """Makes the slots of a layer, with its first experts. gate_up, down: of all, in memory that the GPU
     reads. allocate(name, size, dtype) gives a zeroed tensor on the GPU.
 
     Raises KernelError for no slot, or more than there are experts.
     """
     n_experts, homes, i32 = down.n_matrices, parts_of(gate_up, down), torch.int32
     check("experts", 0 < n_slots <= n_experts, f"1 to {n_experts} slots, found {n_slots}")
-    memory = [_whole_units(n_slots, home.shape[1], allocate) for home in homes]
+    memory = [_whole_units("expert slots", n_slots, home.shape[1], allocate) for home in homes]
     n = len(gate_up.segments)
     made = ExpertSlots(
         home=(gate_up, down),
@@ -120,24 +121,26 @@ def expert_slots(gate_up: Matrix, down: Matrix, n_slots: int, counts: Counts, al
         held=allocate("expert places", (n_slots,), i32),
         used=allocate("expert places", (n_slots,), torch.int64),
         clock=allocate("expert places", (1,), torch.int64),
-        fetches=allocate("expert places", (1 + n_experts + n_slots,), i32),
+        fetches=allocate("expert places", (1 + n_experts,), i32),
         counts=counts,
     )
     if made.slot.device.type != "meta":
-        _empty(made, memory, homes)
+        _begin(made, memory, homes)
     return made
 
 
-def _empty(slots: ExpertSlots, memory: Sequence[Tensor], homes: Sequence[Tensor]) -> None:
-    """Writes that every expert is at home."""
-    slots.slot.fill_(-1)
-    slots.held.fill_(-1)
+def _begin(slots: ExpertSlots, memory: Sequence[Tensor], homes: Sequence[Tensor]) -> None:
+    """Copies the first experts to the slots, and writes that the others are at home."""
+    n, every = slots.n_slots, torch.arange(len(slots.slot))
+    slots.slot.copy_(torch.where(every < n, every, -1))
+    slots.held.copy_(every[:n])
     for i, (own, home) in enumerate(zip(memory, homes, strict=True)):
         apart, size = home.data_ptr() - own.data_ptr(), home.shape[1]
         check("experts", apart % UNIT == size % UNIT == 0, f"matrices at multiples of {UNIT} bytes")
         first, step = apart // UNIT, size // UNIT
         slots.places[i] = torch.tensor([first, step])
-        slots.where[i] = first + step * torch.arange(slots.where.shape[1], device=slots.where.device)
+        slots.where[i] = (step * every + torch.where(every < n, 0, first)).to(slots.where.device)
+        own.copy_(home[:n])
 
 
 @triton.jit
@@ -173,11 +176,10 @@ def keep_kernel(p_counters, p_places, p_where, p_slot, p_held, p_used, p_clock, 
         b_rank += tl.sum((b_before[None, :] < b_key[:, None]).to(tl.int32), 1)
     b_takes = b_free & (b_rank < n_missing)
     b_new = tl.load(p_fetches + 1 + b_rank, mask=b_takes, other=0)
-    b_old = tl.load(p_held + o_s, mask=b_takes, other=-1)
-    b_leaves = b_takes & (b_old >= 0)
-    tl.debug_barrier()  # `used` was read by all
+    b_old = tl.load(p_held + o_s, mask=b_takes, other=0)
+    tl.debug_barrier()  # `used` and the missing experts were read by all
 
-    tl.store(p_slot + b_old, o_s * 0 - 1, mask=b_leaves)
+    tl.store(p_slot + b_old, o_s * 0 - 1, mask=b_takes)
     tl.store(p_slot + b_new, o_s, mask=b_takes)
     tl.store(p_held + o_s, b_new, mask=b_takes)
     tl.store(p_used + o_s, clock + o_s * 0, mask=b_takes)
@@ -185,9 +187,9 @@ def keep_kernel(p_counters, p_places, p_where, p_slot, p_held, p_used, p_clock, 
     for i in tl.static_range(PARTS):
         first, step = tl.load(p_places + 2 * i), tl.load(p_places + 2 * i + 1)
         n_units += step
-        tl.store(p_where + i * E + b_old, first + step * b_old, mask=b_leaves)
+        tl.store(p_where + i * E + b_old, first + step * b_old, mask=b_takes)
         tl.store(p_where + i * E + b_new, step * o_s, mask=b_takes)
-    tl.store(p_fetches + 1 + E + b_rank, b_new + o_s * 65536, mask=b_takes)
+    tl.store(p_fetches + 1 + b_rank, b_new + o_s * 65536, mask=b_takes)
     tl.store(p_fetches, tl.sum(b_takes.to(tl.int32), 0))
     tl.store(p_clock, clock)
     n_here, n_units = tl.sum(b_here.to(tl.int32), 0).to(tl.int64), n_units * n_missing
@@ -200,104 +202,111 @@ def keep_kernel(p_counters, p_places, p_where, p_slot, p_held, p_used, p_clock, 
 @triton.jit
 def moved(p_slots, p_where, expert):
     """Returns the address of an expert, from that of the slots. p_where: places of this part."""
-    SIZE: tl.constexpr = _UNIT_BITS // p_slots.dtype.element_ty.primitive_bitwidth
+    SIZE: tl.constexpr = _WORDS * 64 // p_slots.dtype.element_ty.primitive_bitwidth
     return p_slots + tl.load(p_where + expert, cache_modifier=".cg") * SIZE
 
 
 @triton.jit
-def _copy(p_from, p_to, n_units, i_piece):
-    """Copies piece i_piece of n_units units between places of int64 words."""
-    o_word = (i_piece * _PIECE).to(tl.int64) * _WORDS + tl.arange(0, _PIECE * _WORDS)
-    b_mask = o_word < n_units * _WORDS
-    tl.store(p_to + o_word, tl.load(p_from + o_word, mask=b_mask, other=0), mask=b_mask)
-
-
-@triton.jit
-def fetch_kernel(p_fetches, p_first, p_second, p_third, p_places, E: tl.constexpr, PARTS: tl.constexpr,
-                 PDL: tl.constexpr):
-    """Copies what `keep_kernel` has listed into its slots. p_first, p_second, p_third: the slots of each
-    part, in words of 8 bytes.
+def fetch_kernel(p_fetches, slots, to, p_places, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """Copies the experts that p_fetches lists from the host to their places. slots, to: the addresses of each
+    part's slots, and of its places, in words of 8 bytes.
     """
     wait_for_front(PDL)
     n_fetches = tl.load(p_fetches)
     for i_part in tl.static_range(PARTS):
-        p_slots = p_first
-        if i_part == 1:
-            p_slots = p_second
-        if i_part == 2:
-            p_slots = p_third
         first, step = tl.load(p_places + 2 * i_part), tl.load(p_places + 2 * i_part + 1)
         n_pieces = ((step + _PIECE - 1) // _PIECE).to(tl.int32)
         for i in range(tl.program_id(0), n_fetches * n_pieces, tl.num_programs(0)):
-            fetch = tl.load(p_fetches + 1 + E + i // n_pieces)
-            p_from = p_slots + (first + step * (fetch & 65535)) * _WORDS
-            _copy(p_from, p_slots + step * (fetch >> 16) * _WORDS, step, i % n_pieces)
+            fetch = tl.load(p_fetches + 1 + i // n_pieces)
+            p_from = slots[i_part] + (first + step * (fetch & 65535)) * _WORDS
+            o_word = (i % n_pieces * _PIECE).to(tl.int64) * _WORDS + tl.arange(0, _PIECE * _WORDS)
+            b_mask, p_to = o_word < step * _WORDS, to[i_part] + step * (fetch >> 16) * _WORDS
+            tl.store(p_to + o_word, tl.load(p_from + o_word, mask=b_mask, other=0), mask=b_mask)
 
 
 @triton.jit
-def stage_kernel(p_slots, p_where, p_places, p_counters, p_stage, E: tl.constexpr, PART: tl.constexpr):
-    """Copies a part of the experts, of those in use where p_counters is given, from where they are to
-    p_stage, one behind the other. It starts when all in front has ended.
+def lack_kernel(p_counters, p_places, p_where, p_slot, p_fetches, slots, to, p_now, p_found, p_seen,
+                E: tl.constexpr, E2: tl.constexpr, PARTS: tl.constexpr):
+    """Lists the experts that are in no slot, of those in use where p_counters is given. Writes to p_now
+    [parts, E] where all are, as in p_where, once the others were copied to their places. One program; it
+    starts when all in front has ended. slots, to: as of `fetch_kernel`.
     """
-    step = tl.load(p_places + 2 * PART + 1)
-    n_pieces = ((step + _PIECE - 1) // _PIECE).to(tl.int32)
-    for i in range(tl.program_id(0), E * n_pieces, tl.num_programs(0)):
-        expert, n_units = i // n_pieces, step
-        if p_counters is not None:
-            n_units = tl.where(tl.load(p_counters + expert) > 0, step, 0)
-        p_from = p_slots + tl.load(p_where + PART * E + expert) * _WORDS
-        _copy(p_from, p_stage + step * expert * _WORDS, n_units, i % n_pieces)
+    o_e = tl.arange(0, E2)
+    b_away = tl.load(p_slot + o_e, mask=o_e < E, other=0) < 0
+    b_listed = b_away
+    if p_counters is not None:
+        b_listed = b_away & (tl.load(p_counters + o_e, mask=o_e < E, other=0) > 0)
+    b_nth = tl.cumsum(b_listed.to(tl.int32), 0)
+    tl.store(p_fetches + b_nth, o_e * 65537, mask=b_listed)
+    tl.store(p_fetches, tl.max(b_nth, 0))
+    n_units = tl.load(p_found + 3)
+    for i in tl.static_range(PARTS):
+        step = tl.load(p_places + 2 * i + 1)
+        n_units += step * tl.max(b_nth, 0)
+        apart = (to[i].to(tl.int64) - slots[i].to(tl.int64)) // (8 * _WORDS)
+        b_where = tl.load(p_where + i * E + o_e, mask=o_e < E, other=0)
+        tl.store(p_now + i * E + o_e, tl.where(b_away, apart + step * o_e, b_where), mask=o_e < E)
+    tl.store(p_found + 3, n_units)
+    tl.store(p_seen + 3, n_units)
 
 
-def _words(memory: Tensor) -> Tensor:
-    return memory.view(-1).view(torch.int64)
+def _words(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(memory.view(-1).view(torch.int64) for memory in parts)
 
 
 def bring(slots: ExpertSlots, counters: Tensor) -> None:
     """Brings the experts whose counters (int32 [E]) are not 0 into slots, as far as these reach."""
-    s, n_experts, parts = slots, len(slots.slot), [_words(part) for part in slots.parts]
-    sizes = {"E": n_experts, "PARTS": len(parts)}
+    s, n_experts, own = slots, len(slots.slot), _words(slots.parts)
     launch(
         keep_kernel, (1,), counters, s.places, s.where, s.slot, s.held, s.used, s.clock, s.fetches, s.counts.found,
-        s.counts.seen, E2=next_power_of_2(n_experts), S=s.n_slots, S2=next_power_of_2(s.n_slots), num_warps=8,
-        num_stages=1, **sizes,
+        s.counts.seen, E=n_experts, E2=next_power_of_2(n_experts), S=s.n_slots, S2=next_power_of_2(s.n_slots),
+        PARTS=len(own), num_warps=8, num_stages=1,
     )
-    launch(
-        fetch_kernel, (chip().n_sms,), s.fetches, *parts, *[parts[0]] * (3 - len(parts)), s.places, num_warps=8,
-        num_stages=1, **sizes,
-    )
+    launch(fetch_kernel, (chip().n_sms,), s.fetches, own, own, s.places, PARTS=len(own), num_warps=8, num_stages=1)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A buffer of all experts of a layer, and the slots of that layer."""
+    """The slots of a layer, and a buffer with a place for each of its experts."""
 
     slots: ExpertSlots
-    gate_up: Matrix  # of all experts, on the GPU
-    down: Matrix
-    is_filled: bool = False  # all experts are here already
+    parts: list[Tensor]  # uint8 [E, bytes of one expert]: as `ExpertSlots.parts`
+    where: Tensor  # int64 [parts, E]: units from the slots to each expert, which is in its slot or here
+    is_filled: bool = False  # all that are in no slot are here already
 
     def fill(self, counters: Tensor | None = None) -> None:
-        """Copies all experts to the buffer, or those whose counters (int32 [E]) are not 0."""
-        s, memory = self.slots, parts_of(self.gate_up, self.down)
-        for i, (own, to) in enumerate(zip(s.parts, memory, strict=True)):
-            launch(
-                stage_kernel, (STAGE_PROGRAMS,), _words(own), s.where, s.places, counters, _words(to), E=len(s.slot),
-                PART=i, num_warps=8, num_stages=1,
-            )
+        """Copies all experts that are in no slot to the buffer, or those whose counters (int32 [E]) are not
+        0.
+        """
+        s, n_experts = self.slots, len(self.slots.slot)
+        own, to = _words(s.parts), _words(self.parts)
+        launch(
+            lack_kernel, (1,), counters, s.places, s.where, s.slot, s.fetches, own, to, self.where, s.counts.found,
+            s.counts.seen, E=n_experts, E2=next_power_of_2(n_experts), PARTS=len(own), num_warps=4, num_stages=1,
+        )
+        launch(
+            fetch_kernel, (STAGE_PROGRAMS,), s.fetches, own, to, s.places, PARTS=len(own), num_warps=8, num_stages=1,
+            pdl=False,
+        )
 
 
 def stage_in(memory: Tensor, slots: ExpertSlots) -> Stage:
-    """The stage of a layer in the front of a buffer, uint8, of `stage_bytes` at least."""
-    at, parts = 0, list[Tensor]()
+    """The stage of a layer in the front of a buffer that `stage_memory` made."""
+    at, parts = _table_bytes(*slots.home), list[Tensor]()
     for home in parts_of(*slots.home):
         parts.append(memory[at : at + home.numel()].view(home.shape))
         at += home.numel()
-    gate_up, down = slots.home
-    n = len(gate_up.segments)
-    return Stage(slots, with_memory(gate_up, parts[:n]), with_memory(down, parts[n:]))
+    return Stage(slots, parts, memory[: slots.where.nbytes].view(torch.int64).view(slots.where.shape))
 
 
-def stage_bytes(gate_up: Matrix, down: Matrix) -> int:
-    """Bytes of all experts of a layer."""
-    return gate_up.n_bytes + down.n_bytes
+def _table_bytes(gate_up: Matrix, down: Matrix) -> int:
+    """Bytes of the places of all experts, in whole units."""
+    return -(-8 * len(parts_of(gate_up, down)) * down.n_matrices // UNIT) * UNIT
+
+
+def stage_memory(homes: Iterable[tuple[Matrix, Matrix]], allocate: Allocate) -> Tensor:
+    """Allocates a buffer, uint8, for the stage of any of these layers: places and memory of all its experts.
+    homes: gate_up and down of each.
+    """
+    n_bytes = max(_table_bytes(*home) + sum(w.n_bytes for w in home) for home in homes)
+    return _whole_units("expert stages", 1, n_bytes, allocate)[0]

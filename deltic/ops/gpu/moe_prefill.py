@@ -36,7 +36,7 @@ from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of, wait_for_front
 from deltic.ops.gpu.decode import k_block
-from deltic.ops.gpu.expert_slots import Stage
+from deltic.ops.gpu.expert_slots import ExpertSlots, Stage, moved
 from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
@@ -257,19 +257,25 @@ def gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, ac
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
-def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
-                           H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
-                           SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_lists, p_n, p_act, p_where, n_rows,
+                           act_base, H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr,
+                           SLOTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
                            FORMAT: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
     """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough.
 
-    FORMAT, UP: the formats of the segments (experts.py). p_x_scale: of x in codes, else None.
+    FORMAT, UP: the formats of the segments (experts.py). p_x_scale: of x in codes, else None. p_where: the
+    experts' places, where they are in slots, else None.
     """
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
     wait_for_front(PDL)
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     if n == 0:
         return
+    if p_where is not None:
+        p_w = moved(p_w, p_where, expert)
+        if UP != _NONE:
+            p_up = moved(p_up, p_where + E, expert)
+        p_lists, expert = p_lists + expert * n_rows, expert * 0
     if p_x_scale is not None:  # of 8-bit products sums of a block stand beside all: there is room for 64 rows
         for i in range(0, n, 64):
             gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first + i, n - i, act_row + i, n_rows,
@@ -333,18 +339,24 @@ def down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, firs
 
 @triton.jit(do_not_specialize=["n_rows", "act_base", "n_act"])
 def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counters, p_entries, p_lists, p_n, p_y,
-                        n_rows, act_base, n_act,
-                        H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
-                        SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
-                        PDL: tl.constexpr):
+                        p_where, n_rows, act_base, n_act, H: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr,
+                        E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
     """Grid: entries by tiles of H. In bf16 acts, halves: act (`tiles_of`), tiles [128 or 64, BLOCK_K];
     weights: of [E H, M]. In other formats their addresses: p_act, p_w; of codes p_act_scale, n_act apart.
+    p_where: the experts' places, where they are in slots, else None; weights are a pointer and stride then.
     """
     i_tile, i_entry = tl.program_id(0) % (H // BLOCK_N), tl.program_id(0) // (H // BLOCK_N)
     wait_for_front(PDL)
     expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
     if n == 0:
         return
+    if p_where is not None:
+        if FORMAT == _PLAIN:
+            weights = moved(weights[0], p_where, expert), weights[1]
+        else:
+            p_w = moved(p_w, p_where, expert)
+        p_lists, expert = p_lists + expert * n_rows, expert * 0
     if p_act_scale is not None:
         for i in range(0, n, 64):
             down_tile(acts, weights, p_act, p_act_scale, p_w, p_lists, p_y, expert, first + i, n - i, act_row + i,
@@ -429,8 +441,10 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
 def _route(
     x: Tensor, w: MoeWeights, routing: Routing, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
     adapters: tuple[ExpertTargets, AdapterRows] | None,
-) -> MoeWeights | Stage:
-    """Fills lists and entries of s, and its weights. Returns where the products find the routed experts."""
+) -> tuple[MoeWeights | ExpertSlots, Tensor | None, Tensor | None]:
+    """Fills lists and entries of s, and its weights. Returns the routed experts as the products read them; in
+    slots, the places of gate_up and of down, too.
+    """
     (t, hidden), n_experts = x.shape, w.router.n - 1
     splits, e2 = router_splits(hidden), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
@@ -453,12 +467,12 @@ def _route(
         SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token), NORMALISE=routing.normalise,
         ROWS=c.route_rows, **experts, num_warps=1, num_stages=1,
     )
-    launch(
-        plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1,
-    )
-    if s.stage is not None and not s.stage.is_filled:
+    launch(plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1)
+    if s.stage is None:
+        return w, None, None
+    if not s.stage.is_filled:
         s.stage.fill(s.counters)
-    return w if s.stage is None else s.stage
+    return s.stage.slots, s.stage.where, s.stage.where[-1]
 
 
 def moe_prefill(
@@ -482,22 +496,22 @@ def moe_prefill(
     check("moe", fits, f"{t} rows in blocks of {BLOCK}, and as many of out")
     room_for = s.weight.numel() // (n_per_token + 1)
     check("moe", t <= room_for, f"{t} rows: workspaces are for {room_for} rows")
-    near = _route(x, w, routing, blocks, s, c, adapters)
+    near, up_where, down_where = _route(x, w, routing, blocks, s, c, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
     products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "INNER": inner}
     act, lists = s.act if adapters is None else adapters[0].sums, (s.counters, s.entries, s.lists, blocks.n)
 
-    def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
+    def up(matrix: Matrix, m: int, n: int, is_shared: bool, where: Tensor | None = None) -> None:
         rows, ups, FORMAT, UP = segments_of(matrix)
         d, codes, scale = _tiles(matrix, tiles), x, None
         if is_e4m3(matrix):
             codes, scale = room(s.x8).codes, room(s.x8).scale
         block_f = largest_block(d.block_f, m)
         launch(
-            prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, *lists, act, t, act_base, H=hidden,
-            M=m, SHARED=is_shared, BLOCK_F=block_f, BLOCK_K=largest_block(d.up_k, hidden), FORMAT=FORMAT, UP=UP,
-            num_warps=d.up_warps, num_stages=d.up_stages, **products,
+            prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, *lists, act, where, t, act_base,
+            H=hidden, M=m, SHARED=is_shared, BLOCK_F=block_f, BLOCK_K=largest_block(d.up_k, hidden), FORMAT=FORMAT,
+            UP=UP, num_warps=d.up_warps, num_stages=d.up_stages, **products,
         )
 
     def silu(m: int, n: int, is_shared: bool) -> None:
@@ -507,17 +521,16 @@ def moe_prefill(
             SHARED=is_shared, BLOCK_M=16, BLOCK_F=block_f, num_warps=4, **products,
         )
 
-    def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
+    def down(matrix: Matrix, m: int, n: int, is_shared: bool, where: Tensor | None = None) -> None:
         (rows, FORMAT), d = segment_of(matrix), _tiles(matrix, tiles)
         block_n, block_k = largest_block(d.block_n, hidden), largest_block(d.down_k, m)
         first, n_act = (act_base, n_tiles * TILE) if is_shared else (0, act_base)
         operands: tuple[object, ...] = (None, None, None, s.act, None, rows)
         if FORMAT == PLAIN:
             rows = rows.view(-1, m)
-            acts, halves = (
-                tiles_of(s.act, act_base + n_tiles * TILE, m, inner, (high, block_k)) for high in (TILE, 64)
-            )
-            weights = tiles_of(rows, len(rows), m, m, (block_n, block_k))
+            n_rows = act_base + n_tiles * TILE
+            acts, halves = (tiles_of(s.act, n_rows, m, inner, (high, block_k)) for high in (TILE, 64))
+            weights = (rows, m) if where is not None else tiles_of(rows, len(rows), m, m, (block_n, block_k))
             operands = acts, halves, weights, None, None, None
         elif is_e4m3(matrix):
             act8, act = room(s.act8), s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m]
@@ -525,8 +538,8 @@ def moe_prefill(
             round_rows(act, act8, k_block(m), used=used, each=TILE)
             operands, first = (None, None, None, act8.codes, act8.scale, rows), 0
         launch(
-            prefill_down_kernel, (n * (hidden // block_n),), *operands, *lists, s.y, t, first, n_act, H=hidden, M=m,
-            SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT, num_warps=d.down_warps,
+            prefill_down_kernel, (n * (hidden // block_n),), *operands, *lists, s.y, where, t, first, n_act, H=hidden,
+            M=m, SHARED=is_shared, BLOCK_N=block_n, BLOCK_K=block_k, FORMAT=FORMAT, num_warps=d.down_warps,
             num_stages=d.down_stages, **products,
         )
 
@@ -536,14 +549,14 @@ def moe_prefill(
         of, who = adapters
         routed = Routed(s.counters, s.entries, s.lists, s.weight, t, n_entries, TILE, n_experts, n_per_token, act_base)
         shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False)
-    up(near.gate_up, width, n_entries, False)
+    up(near.gate_up, width, n_entries, False, up_where)
     up(w.shared_gate_up, shared, n_tiles, True)
     if adapters is not None:
         expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner)
         silu(width, n_entries, False)
         silu(shared, n_tiles, True)
         shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True)
-    down(near.down, width, n_entries, False)
+    down(near.down, width, n_entries, False, down_where)
     down(w.shared_down, shared, n_tiles, True)
     if adapters is not None:
         expand_experts(s.y, of.down, of.shared_down, routed, who, out_row=hidden)
