@@ -14,6 +14,8 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from training.train import to_device
 
 START = time.monotonic()
 DEPTH = 3
-WARM_UP_S, LOG_EVERY_S, FINISH_S = 30.0, 30.0, 5.0
+WARM_UP_S, LOG_EVERY_S, SAVE_EVERY_S, FINISH_S = 30.0, 30.0, 300.0, 5.0
 
 
 class DraftHead(nn.Module):
@@ -123,52 +125,99 @@ def of_rows(rows: Row, device: torch.device) -> tuple[Packed, Tensor]:
     return batch, (targets >= 0).roll(1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory for mtp.safetensors")
+@dataclass
+class Fit:
+    """A run of a draft head's training: what it was given, the frozen model, its batches, log and clock."""
+
+    given: argparse.Namespace
+    log_name: str
+
+    def __post_init__(self) -> None:
+        given = self.given
+        given.out.mkdir(parents=True, exist_ok=True)
+        self.device = torch.device(given.device)
+        self.batch_tokens = given.batch_tokens or (65536 if self.device.type == "cuda" else LONG_ROW)
+        n_workers = 4 if self.device.type == "cuda" else 1
+        self.supply = Supply(given.seed, self.batch_tokens, n_workers)  # forked before the device is touched
+        held_out = Batches(7_000_003, 8 * LONG_ROW).draw(SHORT_ROW)
+        torch.manual_seed(given.seed)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in training.train
+        Projection.compute_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.model, self.held_out = trunk(given.weights, self.device), of_rows(held_out, self.device)
+        self.log = (given.out / self.log_name).open("a", encoding="utf-8")
+
+    def draw(self) -> tuple[Packed, Tensor]:
+        """The next batch, and which of its tokens are learned."""
+        return of_rows(self.supply.draw(), self.device)
+
+    def report(self, line: str) -> None:
+        print(line, flush=True)
+        self.log.write(line + "\n")
+        self.log.flush()
+
+    def run(
+        self,
+        head: nn.Module,
+        step: Callable[[], tuple[Tensor, list[float]]],
+        held_out: Callable[[], list[float]],
+        keep: Callable[[], None],
+    ) -> None:
+        """Trains the head. step: gives the loss of a step, and the parts of tokens that are guessed right."""
+        given, optimiser = self.given, Optimiser(head)
+        size = f"{sum(p.numel() for p in head.parameters()):,} parameters"
+        self.report(f"{size} on {self.device}, {self.batch_tokens:,} tokens a step")
+        budget, logged, n_logged = given.minutes * 60, time.monotonic(), 0
+        saved = logged
+        while (elapsed := time.monotonic() - START) < budget - FINISH_S and optimiser.n_steps != (given.steps or -1):
+            loss, shares = step()
+            loss.backward()  # type: ignore[no-untyped-call]
+            warm = min(1.0, (elapsed + 1) / WARM_UP_S)
+            optimiser.step(warm * 0.5 * (1 + math.cos(math.pi * min(1.0, elapsed / budget))))
+            if time.monotonic() - logged > LOG_EVERY_S:
+                speed = (optimiser.n_steps - n_logged) * self.batch_tokens / (time.monotonic() - logged)
+                done = f"{elapsed:6.0f} s  step {optimiser.n_steps}  loss {loss.item():.4f}"
+                self.report(f"{done}  {parts(shares)}  {speed:,.0f} tokens/s")
+                logged, n_logged = time.monotonic(), optimiser.n_steps
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                keep()
+                self.report(f"{elapsed:6.0f} s  saved; held out, guessed right by depth: {parts(held_out())}")
+                saved = time.monotonic()
+        keep()
+        done = f"{time.monotonic() - START:6.0f} s  saved after step {optimiser.n_steps}"
+        self.report(f"{done}; held out, guessed right by depth: {parts(held_out())}")
+
+
+def parts(shares: list[float]) -> str:
+    return " ".join(f"{share:.3f}" for share in shares)
+
+
+def flags(doc: str | None, seed: int) -> argparse.ArgumentParser:
+    """The flags of a draft head's training."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the head")
     parser.add_argument("--weights", type=Path, default=DEMO / "model.safetensors", help="of the model")
     parser.add_argument("--minutes", type=float, default=20.0, help="wall clock of the whole program")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-tokens", type=int, default=0, help=f"tokens a step, a multiple of {LONG_ROW}")
     parser.add_argument("--steps", type=int, default=0, help="stop after this many steps")
-    parser.add_argument("--seed", type=int, default=2)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device(given.device)
-    batch_tokens = given.batch_tokens or (65536 if device.type == "cuda" else LONG_ROW)
-    supply = Supply(given.seed, batch_tokens, 4 if device.type == "cuda" else 1)  # forked before the device is touched
-    held_out = Batches(7_000_003, 8 * LONG_ROW).draw(SHORT_ROW)
-    torch.manual_seed(given.seed)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training.train
-    Projection.compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, head = trunk(given.weights, device), DraftHead(Geometry()).to(device)
-    optimiser = Optimiser(head)
-    log = (given.out / "head.txt").open("a", encoding="utf-8")
+    parser.add_argument("--seed", type=int, default=seed)
+    return parser
 
-    def report(line: str) -> None:
-        print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
 
-    def validate() -> str:
-        with torch.no_grad():
-            shares = guessed(head, model, *of_rows(held_out, device))[1]
-        return "held out, guessed right by depth: " + " ".join(f"{share:.3f}" for share in shares)
+def main() -> None:
+    fit = Fit(flags(__doc__, seed=2).parse_args(), "head.txt")
+    head = DraftHead(Geometry()).to(fit.device)
 
-    report(f"{sum(p.numel() for p in head.parameters()):,} parameters on {device}, {batch_tokens:,} tokens a step")
-    budget, logged, n_logged = given.minutes * 60, time.monotonic(), 0
-    while (elapsed := time.monotonic() - START) < budget - FINISH_S and optimiser.n_steps != (given.steps or -1):
-        loss, shares = guessed(head, model, *of_rows(supply.draw(), device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        warm = min(1.0, (elapsed + 1) / WARM_UP_S)
-        optimiser.step(warm * 0.5 * (1 + math.cos(math.pi * min(1.0, elapsed / budget))))
-        if time.monotonic() - logged > LOG_EVERY_S:
-            speed = (optimiser.n_steps - n_logged) * batch_tokens / (time.monotonic() - logged)
-            said = " ".join(f"{share:.3f}" for share in shares)
-            report(f"{elapsed:6.0f} s  step {optimiser.n_steps}  loss {loss.item():.4f}  {said}  {speed:,.0f} tokens/s")
-            logged, n_logged = time.monotonic(), optimiser.n_steps
-    save(given.out, head, given.weights)
-    report(f"{time.monotonic() - START:6.0f} s  saved after step {optimiser.n_steps}; {validate()}")
+    @torch.no_grad()
+    def held_out() -> list[float]:
+        return guessed(head, fit.model, *fit.held_out)[1]
+
+    fit.run(
+        head,
+        lambda: guessed(head, fit.model, *fit.draw()),
+        held_out,
+        lambda: save(fit.given.out, head, fit.given.weights),
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ class Optimiser:
         self._matrices: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = defaultdict(list)
         self._others: list[tuple[str, nn.Parameter]] = []
         for name, p in model.named_parameters():
-            if p.ndim == 2 and min(p.shape) >= 16 and "embed" not in name:
+            is_table = "embed" in name or "markov" in name  # a row a token
+            if p.ndim == 2 and min(p.shape) >= 16 and not is_table:
                 self._matrices[(min(p.shape), max(p.shape))].append((name, p))
             else:
                 self._others.append((name, p))

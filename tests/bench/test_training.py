@@ -1,6 +1,7 @@
 """How the built-in model is made: corpus, template, packing, the training forward, a short training run."""
 
 import json
+from dataclasses import replace
 from itertools import islice, pairwise
 from random import Random
 
@@ -14,7 +15,12 @@ from tokenizers import Tokenizer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights, stored_shape
 from tests.plain import plain
+from tests.reference import dflash as reference
 from tests.reference.model import draft_states
+from tests.tiny_drafter import plain_drafter
+from training import block_head
+from training.block_head import BlockHead
+from training.block_head import save as save_block_head
 from training.chats import ask, say
 from training.corpus import DEMO, MIX, Corpus, Template
 from training.grammar import expand, parse
@@ -31,6 +37,7 @@ from training.train import resume, save, to_device
 pytestmark = pytest.mark.long
 
 WEATHER = Weather(Random(2)).schema
+MASK_ID = 1579
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +268,48 @@ def test_a_draft_head_learns(tokenizer: Tokenizer) -> None:
         optimiser.step(0.5)
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0] and len(shares) == 3
+
+
+def test_the_block_head_is_that_of_the_reference(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """In the sizes that it is trained in: features behind the layers that the checkpoint names, a window, no other document."""
+    model, head = shaken_model(), BlockHead()
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(0.1 * torch.randn_like(p)) if p.ndim == 1 else None
+    save_block_head(tmp_path, head, MASK_ID)
+    own, shape = plain_drafter(tmp_path)
+    assert shape.windows == (block_head.WINDOW,) and shape.most_guesses == block_head.BLOCK and shape.has_confidence
+    head.load_state_dict({n: t.float() for n, t in load_file(tmp_path / "model.safetensors").items()})
+    batch = one_document(384, 40)
+    known = block_head.Known.of(model, batch, torch.ones(384, dtype=torch.bool))
+    known = replace(known, features=known.features.float())
+    table, anchors = model.model.embed_tokens.weight, torch.tensor([45, 330])
+    rows = torch.full((2, block_head.BLOCK), MASK_ID)
+    rows[:, 0] = batch.tokens[anchors]
+    with torch.no_grad():
+        states = head(known.features, table[rows], block_head.Places.of(anchors, known, model))
+        before = rows.roll(1, 1)
+        logits, confidence = head.scores(states, before, table)
+    for i, anchor in enumerate(anchors.tolist()):
+        of_text = reference.context(own, shape, known.features[40:anchor])
+        expected = reference.block_states(own, shape, of_text, table[rows[i]])
+        torch.testing.assert_close(states[i], expected, atol=2e-3, rtol=0)
+        for row in (0, 5):
+            token, plain_logits = int(before[i, row]), expected[row] @ table.T
+            scores = reference.step_scores(own, shape, expected[row], plain_logits, token)
+            torch.testing.assert_close(logits[i, row], scores, atol=2e-2, rtol=0)
+            chance = reference.confidence(own, shape, expected[row], token)
+            assert abs(float(confidence[i, row].sigmoid()) - chance) < 2e-3
+
+
+def test_a_block_head_learns(tokenizer: Tokenizer) -> None:
+    model, head = trunk(DEMO / "model.safetensors", torch.device("cpu")), BlockHead()
+    ids = torch.tensor(tokenizer.encode("Once upon a time there was a little fox. " * 14).ids[:128])
+    known = block_head.Known.of(model, Packed(ids, torch.arange(128) == 0, 1), torch.ones(128, dtype=torch.bool))
+    optimiser, losses = Optimiser(head), []
+    for _ in range(8):
+        loss, shares = block_head.guessed(head, model, known, known.anchors(64), MASK_ID)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step(0.5)
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0] and len(shares) == block_head.BLOCK
