@@ -113,6 +113,8 @@ COMMANDS = {
         "commands.agents:show", _alone),
     "pack": Subcommand("write a model directory of packed weights, quantised if asked: fast starts",
         "commands.pack:pack", _engine),
+    "stage": Subcommand("run some layers of a model for a server on another machine (deltic serve --stages)",
+        "commands.stage:stage", _engine),
     "pull": Subcommand("download models, with what has come before", "commands.models:pull", _alone),
     "list": Subcommand("list the models on this disk, and whether they fit", "commands.models:list_models", _alone),
     "show": Subcommand("print what a model on this disk is, and the memory it takes", "commands.models:show", _alone),

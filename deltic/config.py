@@ -107,11 +107,7 @@ class EngineConfig:
         device="cpu",
     )
     threads: int | None = knob(
-        None,
-        "CPU threads of the engine (default: the CPUs this process may use)",
-        device="cpu",
-        least=1,
-        most=MAX_THREADS,
+        None, "CPU threads of the engine (default: all that it may use)", device="cpu", least=1, most=MAX_THREADS
     )
     pin_threads: bool = knob(
         False, "bind each engine thread to a CPU of its own, in the order of their numbers", device="cpu"
@@ -201,6 +197,11 @@ class EngineConfig:
         device="cuda",
         kind="text",
     )
+    stages: tuple[str, ...] = knob(
+        (), "machines with the further layers, in order", metavar="HOST:PORT", several=True, device="cpu", kind="text"
+    )
+    stages_secret: Path | None = knob(None, "file of a secret, 16 bytes or more, that all of them have", metavar="FILE")
+    stages_timeout_s: float = knob(20.0, "a stage that is silent in a step for so many seconds is lost", least=0.1)
     lora: tuple[str, ...] = knob(
         (),
         "apply this LoRA adapter to requests whose model is NAME: a directory of PEFT's, or a safetensors file with its "

@@ -56,6 +56,7 @@ from deltic.machine import cuda_driver, memory_bound
 from deltic.models.checkpoint import drawable_ids, speaks, tokenizer_json
 from deltic.ops.cpu.program import Program
 from deltic.runtime.pools import Judge
+from deltic.runtime.stages import wait_for_result
 
 log = logging.getLogger("deltic.engine")
 
@@ -228,6 +229,7 @@ class ServedModel:
     def rest(self) -> float:
         """Runs idle work; returns the seconds the process may sleep."""
         engine = self.engine
+        engine.runner.is_busy()  # looks whether other machines of the model are there
         if not self._is_checked and time.monotonic() - self._checked_s > CHECK_S:
             engine.check()  # walks the whole tree
             self._checked_s = time.monotonic()
@@ -382,7 +384,7 @@ def _refusals(message: bytes, error: str) -> list[Output]:
 
 def _beat(socket: Path, every_s: float, thread: int) -> None:
     """Touches a socket's file while the engine's thread is in a kernel of the CPU, which may take minutes, or
-    in a joint head, whose work the server bounds.
+    in a joint head, whose work the server bounds, or waits for a stage, which it does as long as that lives.
 
     It takes Python's lock for that: whoever keeps it, in one long call, keeps this from being a sign of life.
     """
@@ -391,7 +393,7 @@ def _beat(socket: Path, every_s: float, thread: int) -> None:
         frame = sys._current_frames().get(thread)
         is_alive = frame is not None and frame.f_code is Program.run.__code__
         while frame is not None and not is_alive:
-            is_alive, frame = frame.f_code is Judge.logits.__code__, frame.f_back
+            is_alive, frame = frame.f_code in (Judge.logits.__code__, wait_for_result.__code__), frame.f_back
         if is_alive:
             with contextlib.suppress(OSError):
                 os.utime(socket)

@@ -38,13 +38,16 @@ from deltic.models.vision.weights import check_tower, picture_rules, stored_towe
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.runtime.adapters import Adapters, adapter_room, given_adapters
 from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.fit import make_plan, refuse_little_memory
 from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
-from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan
+from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, shared_sizes
 from deltic.runtime.pools import Judge, Pools
+from deltic.runtime.stages import LOCAL, Stages, check_settings, content_of, nth_stage, serve_steps, settings_of, within
 from deltic.runtime.voices import open_voices
+from deltic.runtime.wire import GREETING_S, Join, Limits, Loaded, LostError, PeerConnection, StageRefusal
 
 if TYPE_CHECKING:
     from deltic.runtime.gpu.compile import Kernels
@@ -139,13 +142,15 @@ def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
 
 
 def settle_text(
-    config: EngineConfig, device: Cpu | Gpu, format: str | None = None, n_layers: int | None = None
+    config: EngineConfig, device: Cpu | Gpu, format: str | None = None, n_layers: int | None = None, stage: int = 0
 ) -> TextModel:
-    """Does what `settle` does for a language model. n_layers: of random weights, the first ones alone."""
+    """Does what `settle` does for a language model. n_layers: of random weights, the first ones alone. stage:
+    the number of the one that is run, with --stages.
+    """
     known = (*WEIGHT_FORMATS, *MIXES)
     if format is not None and (config.dummy is None or config.quantize or format not in known):
         raise ConfigError(f"--format {format}: with --dummy, without --quantize, and one of {', '.join(known)}")
-    config = without_foreign(config, device.name, "text")
+    config = check_settings(without_foreign(config, device.name, "text"))
     directory, shape = locate(config)
     if n_layers is not None:
         if config.dummy is None or not 4 <= n_layers <= shape.n_layers:
@@ -155,13 +160,13 @@ def settle_text(
     joint_head = HeadShape.of(directory, shape.hidden_size) if config.dummy is None and directory.is_dir() else None
     if embedder is not None:
         config = replace(config, max_drafts=0)
-    drafter = find_drafter(config, directory, shape, device)
+    drafter = None if config.stages else find_drafter(config, directory, shape, device)
     shape = replace(shape, keeps_hidden=embedder is not None or joint_head is not None)
     max_drafts = device.text.max_drafts(config, shape)
     if drafter is not None and config.max_drafts is None:
         max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
-    has_mtp = max_drafts > 0 and drafter is None  # one of the two
+    has_mtp = max_drafts > 0 and drafter is None and not config.stages  # one of the two, on one machine
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)
@@ -177,6 +182,7 @@ def settle_text(
     )
     device.check(config, directory)
     tower, no_pictures = find_tower(config, directory, shape, device.text)
+    n_real, shape = n_real_ids(config, directory, shape), nth_stage(shape, directory, config, stage)
     largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
     if n_idle := sum(part.is_idle for part in cuts):
         notices = (
@@ -192,7 +198,7 @@ def settle_text(
         config=config,
         directory=directory,
         shape=largest,
-        n_real=n_real_ids(config, directory, shape),
+        n_real=n_real,
         tower=tower,
         drafter=drafter,
         adapters=adapters,
@@ -308,6 +314,9 @@ def build_runner(
     model = settle(config, device, format)
     if isinstance(model, SpeechModel):
         runner, kind = _build_speech(model, device, free, start)
+    elif model.config.stages:
+        runner, kind, said = _build_stage(model, device, start)
+        start.notices += said
     else:
         runner, kind = _build_text(model, device, free, start)
     start.lap("cache")
@@ -337,7 +346,7 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
     try:
         plan = make_plan(device.text, model, free_bytes)
     except ConfigError:
-        if model.config.dummy is None or not model.shape.is_moe or model.cuts:
+        if model.config.dummy is None or not model.shape.is_moe or model.cuts or model.config.stages:
             raise
         model = replace(model, shape=replace(model.shape, shares_experts=True))
         plan = make_plan(device.text, model, free_bytes)
@@ -366,6 +375,49 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
     kind, formats = precision(plan, first)
     start.notices = [*formats, *start.notices, *loaded, *model.notices, *said, *told]
     return runner, kind
+
+
+def _build_stage(
+    model: TextModel, device: Cpu | Gpu, start: _Start, number: int = 0, front: PeerConnection | None = None
+) -> tuple[Runner, str, list[str]]:
+    """A runner of a stage of a language model, once all stages behind it are ready; its precision; and what
+    runs where. front: of a stage that is not the engine's own. Raises ConfigError, RunnerLostError.
+    """
+    free, stages, shape = device.free_bytes(), Stages(model, front), model.shape
+    limits = stages.join(number, Limits(shared_sizes(make_plan(device.text, model, free))), start.progress)
+    if front is not None:
+        limits = front.agreed(limits)
+    stages.load(limits)
+    runner, kind = _build_text(within(model, limits), device, free, start)
+    assert isinstance(runner, Runner)
+    last, place = shape.first_layer + shape.n_layers - 1, "here" if front is None else f"on {front.own_name}"
+    own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place} ({runner.info.kernels})"
+    said = stages.wait(own, start.progress)
+    runner.neighbours = stages
+    return runner, kind, said
+
+
+def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
+    """Runs a stage of a model for an engine, until that is gone: LostError. given: this machine's settings.
+
+    What this machine refuses is told to the engine. Raises RunnerLostError where a stage behind is lost.
+    """
+    join = front.receive(GREETING_S)
+    if not isinstance(join, Join):
+        raise LostError(f"{front.name} sent {join}, where it should join")
+    try:
+        device = Cpu()
+        config = replace(settings_of(join), **{name: getattr(given, name) for name in LOCAL})
+        model = settle_text(config, device, stage=join.number)
+        if content_of(model) != join.content:
+            raise ConfigError(f"it has another model, {model_name(config)}; give all machines the same")
+        runner, _, said = _build_stage(model, device, _Start(front.report), join.number, front)
+    except (ValueError, MemoryError) as error:
+        front.send(StageRefusal(str(error) or "out of memory"))
+        return
+    forget_headers()
+    front.send(Loaded(said))
+    serve_steps(front, runner, config.stages_timeout_s, runner.info.max_num_seqs)
 
 
 def judge_of(model: TextModel, shape: HeadShape) -> Judge:

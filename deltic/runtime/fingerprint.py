@@ -59,17 +59,27 @@ def fingerprint(
     """
     memory_file = config.cache_dir / MEMORY if config.cache_dir is not None else None
     weights = {} if config.dummy is not None else _weight_hashes(directory, memory_file, on_progress)
-    package = Path(__file__).parents[1]
-    sources = sorted(path for part in _CODE for path in (package / part).rglob("*.py"))
     content = {
         "weights": weights or [config.dummy, config.seed],
         "quantize": config.rounded,
         "shape": repr(shape),  # formats of pages and states, a draft head's pages, positions
         "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
-        "code": {str(path.relative_to(package)): _hash(path) for path in sources},
+        "code": _code_hashes(),
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
     }
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _code_hashes() -> dict[str, str]:
+    """Hashes of the Python that may decide the bits, by its place in the package."""
+    package = Path(__file__).parents[1]
+    sources = sorted(path for part in _CODE for path in (package / part).rglob("*.py"))
+    return {str(path.relative_to(package)): _hash(path) for path in sources}
+
+
+def code_digest() -> str:
+    """8 hex digits that name this code, for those that must run the same."""
+    return blake2b(json.dumps(_code_hashes()).encode(), digest_size=4).hexdigest()
 
 
 def _version(distribution: str) -> str:

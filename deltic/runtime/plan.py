@@ -296,6 +296,12 @@ def page_cost(plan: Plan[S]) -> int:
     return plan.page_bytes + (2 * PAGE_SIZE * plan.joint_head.hidden_size if plan.joint_head else 0)
 
 
+def shared_sizes(plan: Plan[S]) -> dict[str, int]:
+    """Sizes that machines of one model have in common, by the names of their settings."""
+    names = ("max_model_len", "max_num_seqs", "max_step_tokens", "n_pages", "n_checkpoints")
+    return {name: getattr(plan, name) for name in names}
+
+
 TextPlan = Plan[ModelShape]
 SpeechPlan = Plan[SpeechShape]
 

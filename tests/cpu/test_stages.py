@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
-from deltic.engine.step import Step, StepResult
+from deltic.engine.step import RunnerLostError, Step, StepResult
 from deltic.models.qwen.shape import stage_of
 from deltic.ops.arrays import Array
-from deltic.runtime.build import settle_text
+from deltic.runtime import wire
+from deltic.runtime.build import build_runner, settle_text
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fit import make_plan
+from deltic.runtime.stages import divide
+from deltic.runtime.wire import Challenge, LostError, PeerConnection, check_private, greet, parse_address, welcome
+from tests.staged import Stage
 from tests.tiny import tiny_checkpoint
 
 SETTINGS: dict[str, Any] = {
@@ -47,6 +56,15 @@ class Chain:
 
     def is_busy(self) -> bool:
         return False
+
+    def begin(self, step: Step) -> None:
+        """All are told at once."""
+
+    def end(self) -> None:
+        """So they end."""
+
+    def check(self) -> None:
+        """They are there."""
 
     def step(self, step: Step) -> StepResult:
         self.now, self.rows = step, []
@@ -161,3 +179,195 @@ def test_random_weights_of_stages_are_the_models() -> None:
                 found[named] = memory
             elif memory.nbytes:
                 assert np.array_equal(found[named], memory), named
+
+
+def built(config: EngineConfig) -> Any:
+    return build_runner(config, lambda stage, done: None, Cpu())
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("moe", {"quantize": "int4"}), ("dense", {"kv_cache_dtype": "k8v4"})])
+def test_processes_that_are_machines(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Three stages as they are started: the bits of one machine; and when the last one dies, the end of all."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    checkpoint = str(tiny_checkpoint(kind, n_layers=12))
+    config = EngineConfig(model=checkpoint, **SETTINGS, **settings)
+    expected = answers(built(config))
+    stages = [Stage(checkpoint, "--threads", "1", "--stages-secret", str(secret)) for _ in range(2)]
+    try:
+        addresses = tuple(stage.address for stage in stages)
+        staged = built(replace(config, stages=addresses, stages_secret=secret))
+        assert [note for note in staged.info.notices if "layers" in note] == [
+            f"layers {4 * i} to {4 * i + 3} of 12 run {where} ({staged.info.kernels})"
+            for i, where in enumerate(("here", *(f"on {address}" for address in addresses)))
+        ]
+        for found, wanted in zip(answers(staged), expected, strict=True):
+            assert said(found) == said(wanted)
+        stages[1].kill_worker()
+        with pytest.raises(RunnerLostError, match=addresses[0]):
+            answers(staged)
+    finally:
+        for stage in stages:
+            stage.close()
+
+
+def test_layers_are_dealt_out_by_bytes() -> None:
+    shape = settle_text(EngineConfig(dummy="qwen3.5-0.8b"), Cpu()).shape
+    for n in (1, 2, 3, 6):
+        spans = divide(shape, None, n)
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == 24
+        assert all(len(set(shape.layer_types[begin:end])) == 2 for begin, end in spans)
+    (_, end), (begin, _) = divide(shape, "int8", 2)
+    assert end == begin == 12  # the head is the embedding, and both machines have it
+    with pytest.raises(ConfigError, match="make no 7 stages with layers of both types"):
+        divide(shape, None, 7)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_host_gb": 1.0},
+        {"cache_dir": Path("/tmp")},
+        {"lora": ("a=/b",)},
+        {"allow_lora_loading": True},
+        {"draft_model": "x"},
+        {"max_picture_tokens": 64},
+        {"expert_memory": 1.0},
+        {"weights_cache": Path("/tmp")},
+    ],
+)
+def test_what_several_machines_do_not_have(settings: dict[str, Any]) -> None:
+    flag = next(iter(settings)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{flag}: a model on several machines"):
+        settle_text(EngineConfig(stages=("127.0.0.1:1",), **settings), Cpu())
+
+
+def test_models_that_run_on_one_machine() -> None:
+    for kind in ("flash", "next"):
+        checkpoint = str(tiny_checkpoint(kind, n_layers=8))
+        config = EngineConfig(model=checkpoint, stages=("127.0.0.1:1",))
+        if kind == "next":
+            assert settle_text(config, Cpu()).shape.n_layers == 4
+            continue
+        with pytest.raises(ConfigError, match="Flash-Next is not run on several machines yet"):
+            settle_text(config, Cpu())
+
+
+@pytest.mark.parametrize("given", ["10.0.0.1", ":80", "a:b", "a:70000"])
+def test_addresses_that_are_none(given: str) -> None:
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        parse_address(given, "--stages")
+
+
+def test_only_private_addresses() -> None:
+    assert parse_address("[::1]:7000", "") == ("::1", 7000)
+    for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+        check_private(address, b"", "--listen")
+    for address in ("10.1.2.3", "192.168.0.1", "fd00::1", "fe80::1%eth0", "0.0.0.0", "100.64.0.1"):
+        check_private(address, b"secret", "--listen")
+        with pytest.raises(ConfigError, match="reached by other machines"):
+            check_private(address, b"", "--listen")
+    for address in ("8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8"):
+        with pytest.raises(ConfigError, match="address of the internet"):
+            check_private(address, b"secret", "--listen")
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[PeerConnection, PeerConnection]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialled = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    pair = PeerConnection(dialled, "stage"), PeerConnection(accepted, "front")
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def welcomed(end: PeerConnection, secret: bytes) -> tuple[threading.Thread, list[str]]:
+    """A thread that lets in, and what it says of who calls, once it is over; empty: it is let in."""
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            welcome(end, secret)
+        except LostError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, said
+
+
+def test_both_ends_prove_the_secret(
+    ends: tuple[PeerConnection, PeerConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, stage = ends
+    thread, refused = welcomed(stage, b"secret")
+    greet(front, b"secret")
+    thread.join()
+    assert not refused
+    thread, refused = welcomed(stage, b"secret")
+    with pytest.raises(ConfigError, match="the secret is another one"):
+        greet(front, b"other")
+    thread.join()
+    assert refused == ["front has another secret"]
+    stage.send(Challenge("0.0 abc", b"n" * 32))
+    with pytest.raises(ConfigError, match=r"stage stage runs Deltic 0.0 abc, and this is .*; install the same"):
+        greet(front, b"secret")
+
+
+def test_a_stage_without_the_secret_is_none(ends: tuple[PeerConnection, PeerConnection]) -> None:
+    """What it was sent it sends back: that signs nothing."""
+    front, stage = ends
+    stage.send(Challenge(wire.build(), b"n" * 32))
+
+    def echo() -> None:
+        proof = stage.receive()
+        assert isinstance(proof, wire.Proof)
+        stage.send(proof)
+
+    threading.Thread(target=echo).start()
+    with pytest.raises(ConfigError, match="does not have the secret"):
+        greet(front, b"secret")
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "sent a message of 542393671 bytes, where 4096 are the most"),
+        (b"\xff\xff\xff\xff", "where 4096 are the most"),
+        (b"\x05\0\0\0\x80\x04K\x01.", "sent what is no message"),  # a pickle
+        (b"\x01\0\0\0\x01", "sent what is no message"),
+        (b"", "shows no sign of life"),
+    ],
+)
+def test_strangers(
+    ends: tuple[PeerConnection, PeerConnection], sent: bytes, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, stage = ends
+    monkeypatch.setattr(wire, "GREETING_S", 0.2)
+    front.socket.sendall(sent)
+    with pytest.raises(LostError, match=found):
+        welcome(stage, b"secret")
+
+
+def test_a_stage_outlives_strangers_and_has_one_engine(tmp_path: Path) -> None:
+    checkpoint = str(tiny_checkpoint("dense", n_layers=8))
+    stage = Stage(checkpoint, "--threads", "1")
+    try:
+        host, port = parse_address(stage.address, "")
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"", json.dumps({}).encode()):
+            with socket.create_connection((host, port)) as stranger:
+                stranger.sendall(sent)
+        config = EngineConfig(model=checkpoint, stages=(stage.address,), **SETTINGS)
+        first = built(config)
+        second: list[Any] = []
+        waiting = threading.Thread(target=lambda: second.append(built(config)))
+        waiting.start()
+        waiting.join(1.5)
+        assert not second  # it waits until the first has gone
+        first.neighbours.behind.close()
+        waiting.join(30)
+        assert second and answers(second[0])
+    finally:
+        stage.close()

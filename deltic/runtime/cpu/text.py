@@ -59,13 +59,24 @@ def _index_of(pages: Array, shape: ModelShape) -> Array | None:
 
 
 class Neighbours(Protocol):
-    """The stages of other machines in front of a runner and behind it."""
+    """The stages of other machines in front of a runner and behind it. Where one is lost all methods raise
+    RunnerLostError.
+    """
+
+    def begin(self, step: Step) -> None:
+        """Tells those behind of a step. Those in front have told of it here."""
 
     def receive(self, rows: Array) -> None:
         """Fills a step's rows of the residual, float32 [T, S H], with those of the stage in front."""
 
     def pass_on(self, rows: Array) -> StepResult:
         """Hands the rows to the stage behind. Returns what came of them."""
+
+    def end(self) -> None:
+        """The step is over here."""
+
+    def check(self) -> None:
+        """Looks whether those behind are there."""
 
 
 class Runner:
@@ -179,6 +190,8 @@ class Runner:
         A chunk starts from its sequence's `start_slot`, if any, else from its `state_slot`, or at 0 from the
         zero state, and leaves its final state in `state_slot` and those of its snapshots where they say.
         """
+        if self.neighbours is not None:
+            self.neighbours.begin(step)
         batch, sampler, shape = self.workspace.batch, self.workspace.sampler, self.plan.shape
         first_row = batch.fill(step)
         if shape.draws:
@@ -201,6 +214,8 @@ class Runner:
             for source, target in copies:
                 for memory in arrays:
                     copy(memory[target], memory[source])
+        if self.neighbours is not None:
+            self.neighbours.end()
         return result
 
     def _hidden_of(self, step: Step) -> RowsOf:
@@ -210,7 +225,11 @@ class Runner:
         return lambda c, part: hidden[ends[c] - step.chunks[c].length : ends[c]][part]
 
     def is_busy(self) -> bool:
-        """Returns False: a step is over when `step` returns."""
+        """Returns False: a step is over when `step` returns. Raises RunnerLostError where a machine that has
+        some of the layers is gone.
+        """
+        if self.neighbours is not None:
+            self.neighbours.check()
         return False
 
     def logits(self, n_rows: int) -> Array:

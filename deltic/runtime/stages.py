@@ -1,0 +1,350 @@
+"""A model on several machines: each runs a stage of its layers, and hands its rows to the next.
+
+    engine: first layers  --step-->  stage: further layers  --step-->  stage: last layers, head, draws
+                          --rows-->                         --rows-->
+                          <-result-                         <-result-
+
+A page and a state slot have the same number on every machine. A step is told to all before any computes, then
+its rows follow. Whatever goes wrong with one machine ends what all of them have computed: the engine's process
+ends, and the next one builds all stages again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.engine import StepRunner
+from deltic.engine.mirror import Mirror, SentResult, SentStep, StepTeller
+from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
+from deltic.models.files import PACKED
+from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, all_stages, stage_of
+from deltic.models.qwen.weights import check_weights, empty_weights
+from deltic.ops.arrays import Array, raw
+from deltic.ops.formats import Quantised
+from deltic.runtime.model import TextModel
+from deltic.runtime.wire import (
+    GREETING_S,
+    Beat,
+    Join,
+    Limits,
+    Loaded,
+    LostError,
+    PeerConnection,
+    Rows,
+    StageLoading,
+    StageRefusal,
+    check_private,
+    greet,
+    parse_address,
+    read_secret,
+)
+
+log = logging.getLogger("deltic.stages")
+
+WAIT_S = 600.0
+"""Seconds for which a start waits until a stage listens and is free: machines start in any order, and what
+runs there may be left over from this server's last engine.
+"""
+RETRY_S = 0.5
+
+LOCAL = (
+    *("model", "revision", "download_dir", "tokenizer", "device", "dummy", "threads", "pin_threads", "memory_gb"),
+    *("stages_secret", "trace"),
+)
+"""Settings that each machine has of its own. All others are the engine's."""
+
+ABSENT: dict[str, object] = {
+    "weights-cache": None,
+    "expert-memory": None,
+    "draft-model": None,
+    "max-picture-tokens": 0,
+    "lora": (),
+    "allow-lora-loading": False,
+    "cache-host-gb": 0.0,
+    "cache-dir": None,
+}
+"""Flags that a model on several machines does not honour yet, and what their settings are there."""
+
+
+def check_settings(config: EngineConfig) -> EngineConfig:
+    """The settings, of a model on several machines without what those do not share. Raises ConfigError for
+    one that was given and is not honoured there.
+    """
+    if not config.stages:
+        return config
+    absent = {flag.replace("-", "_"): value for flag, value in ABSENT.items()}
+    for name, value in absent.items():
+        if getattr(config, name) not in (value, config.__dataclass_fields__[name].default):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: a model on several machines (--stages) has none yet; leave it out")
+    for given in config.stages:
+        parse_address(given, "--stages")
+    return replace(config, **absent)  # type: ignore[arg-type]
+
+
+def divide(shape: ModelShape, quantize: str | None, n: int) -> list[tuple[int, int]]:
+    """The layers [begin, end) of each of n stages, such that the largest has as few bytes of weights as can
+    be; each has layers of both types. Raises ConfigError where there are too few.
+    """
+    weights = empty_weights(shape, quantize, shape.tie_word_embeddings)
+    names = dict.fromkeys(range(shape.n_layers), 0) | {-1: weights.embed.n_bytes, -2: weights.lm_head.n_bytes}
+    for name, memory in weights.named_memory():
+        if name.startswith("layers."):
+            names[int(name.split(".")[1])] += memory.nbytes
+    n_layers, is_gdn = shape.n_layers, [kind == LINEAR_ATTENTION for kind in shape.layer_types]
+
+    def cost(begin: int, end: int) -> float:
+        if len(set(is_gdn[begin:end])) < 2:
+            return float("inf")
+        ends = (names[-1] if begin == 0 else 0) + (names[-2] if end == n_layers else 0)
+        return ends + sum(names[i] for i in range(begin, end))
+
+    best: list[tuple[float, list[int]]] = [(cost(0, end), [0, end]) for end in range(n_layers + 1)]
+    for _ in range(n - 1):
+        best = [
+            min(((max(best[i][0], cost(i, end)), [*best[i][1], end]) for i in range(end)), default=(float("inf"), []))
+            for end in range(n_layers + 1)
+        ]
+    largest, bounds = best[n_layers]
+    if largest == float("inf"):
+        raise ConfigError(
+            f"--stages: {n_layers} layers, of which {sum(is_gdn)} are DeltaNet's, make no {n} stages with layers of both types; give "
+            "fewer machines"
+        )
+    return list(pairwise(bounds))
+
+
+def nth_stage(shape: ModelShape, directory: Path, config: EngineConfig, number: int) -> ModelShape:
+    """The shape of a stage, counted from 0; without --stages the model's. directory: of the checkpoint.
+
+    Raises ConfigError for a kind of model that is not run in stages, or too many of these.
+    """
+    if not config.stages:
+        return shape
+    what = "Qwen3.8-Flash-Next" if shape.n_streams > 1 else "an embedder or a model with a joint head"
+    if shape.n_streams > 1 or shape.keeps_hidden:
+        raise ConfigError(f"--stages: {what} is not run on several machines yet; leave the flag out")
+    if config.dummy is None and (directory / PACKED).exists():
+        raise ConfigError(f"--stages: {directory} is packed, for one machine; give the original checkpoint")
+    return stage_of(shape, *divide(shape, config.rounded, 1 + len(config.stages))[number])
+
+
+def settings_of(join: Join) -> EngineConfig:
+    """The engine's settings. Raises ConfigError for what are none."""
+    try:
+        return msgspec.json.decode(join.config, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the engine's settings cannot be read: {error}") from None
+
+
+def content_of(model: TextModel) -> str:
+    """Names what is run, for machines that must run the same: the shape, and of each stored tensor the name,
+    the size and the first row. Raises what checking a checkpoint does.
+    """
+    shape, config = all_stages(model.shape), model.config
+    fields = {name: value for name, value in asdict(shape).items() if name not in {"formats"}}
+    digest = hashlib.blake2b(json.dumps([fields, config.rounded], sort_keys=True, default=str).encode(), digest_size=16)
+    if config.dummy is not None:
+        digest.update(f"{config.dummy} {config.seed}".encode())
+        return digest.hexdigest()
+    tensors, *_ = check_weights(model.directory, shape, config.rounded)
+    for name, tensor in sorted(tensors.items()):
+        rows = tensor.read(0, 1)
+        values = rows.codes if isinstance(rows, Quantised) else rows
+        digest.update(f"{name} {tensor.shape} ".encode() + raw(np.ascontiguousarray(values)).tobytes())
+    return digest.hexdigest()
+
+
+def within(model: TextModel, limits: Limits) -> TextModel:
+    """The model with these sizes in its settings."""
+    return replace(model, config=replace(model.config, **limits.sizes))  # type: ignore[arg-type]
+
+
+class Stages:
+    """The stages behind a runner, through the next one, and the one in front of it, if there is one: the
+    runner's Neighbours.
+    """
+
+    def __init__(self, model: TextModel, front: PeerConnection | None = None) -> None:
+        """front: of a stage; None: of the engine's own."""
+        self._front, self._config = front, model.config
+        self._model = model
+        self.behind: PeerConnection | None = None
+        self._told = StepTeller(0)
+        self._is_stepping = False
+
+    # At the start, in this order.
+
+    def join(self, number: int, own: Limits, progress: Progress) -> Limits:
+        """Has the stages behind stage `number` settle what they run. Returns sizes for which all have room.
+
+        Raises ConfigError for what one of them refuses, or where one is not there in time.
+        """
+        if number == len(self._config.stages):
+            return own
+        address, content = self._config.stages[number], content_of(self._model)
+        shared = replace(self._config, **{name: EngineConfig.__dataclass_fields__[name].default for name in LOCAL})
+        config = msgspec.json.encode(shared, enc_hook=str)
+        begun, told = time.monotonic(), time.monotonic() + 2
+        while True:
+            progress("stages", 0.0)
+            waited = time.monotonic() - begun
+            found = self._ask(address, Join(config, number + 1, content), progress)
+            if isinstance(found, Limits):
+                return own.least(found)
+            if not found.may_pass:
+                raise ConfigError(f"stage {address}: {found.why}")
+            if waited > WAIT_S:
+                raise ConfigError(f"stage {address}: {found.why}; is `deltic stage --listen {address}` running there?")
+            if time.monotonic() >= told:
+                log.warning("waiting for stage %s (%s)", address, found.why)
+                told = time.monotonic() + 30
+            time.sleep(RETRY_S)
+
+    def _ask(self, address: str, join: Join, progress: Progress) -> Limits | StageRefusal:
+        """Asks a stage to join once, and keeps the connection where it does. Raises ConfigError."""
+        connection = None
+        try:
+            connection = dial(address, read_secret(self._config.stages_secret))
+            connection.send(join)
+            answer = self._answer(connection, progress)
+        except (OSError, LostError) as error:
+            answer = StageRefusal(str(error), may_pass=True)
+        if isinstance(answer, Limits):
+            self.behind = connection
+            return answer
+        if connection is not None:
+            connection.close()
+        return answer if isinstance(answer, StageRefusal) else StageRefusal(f"it sent {answer}, where sizes were due")
+
+    def load(self, limits: Limits) -> None:
+        """Has the stages behind load their weights, for these sizes. Raises RunnerLostError."""
+        self._told = StepTeller(limits.sizes["max_num_seqs"])
+        if self.behind is not None:
+            with self._losing():
+                self.behind.send(limits)
+
+    def wait(self, own: str, progress: Progress) -> list[str]:
+        """Waits until all stages behind are ready. Returns what runs where; own: what runs here.
+
+        Raises ConfigError for what one of them refuses, RunnerLostError.
+        """
+        if self.behind is None:
+            return [own]
+        with self._losing():
+            answer = self._answer(self.behind, progress)
+        if isinstance(answer, Loaded):
+            return [own, *answer.said]
+        raise ConfigError(f"stage {self.behind.name}: {answer.why if isinstance(answer, StageRefusal) else answer}")
+
+    def _answer(self, connection: PeerConnection, progress: Progress) -> object:
+        """Reads on behind reports of progress, which are passed on."""
+        while isinstance(answer := connection.receive(), StageLoading):
+            progress(answer.what, answer.done)
+        return answer
+
+    # In a step, as Neighbours.
+
+    def begin(self, step: Step) -> None:
+        """Tells the stages behind of a step."""
+        if self._is_stepping:
+            raise RunnerLostError("a step has failed here that other machines have begun")
+        self._is_stepping = True
+        if self.behind is not None:
+            with self._losing():
+                self.behind.send(self._told.of(step))
+
+    def receive(self, rows: Array) -> None:
+        assert self._front is not None
+        with self._losing():
+            self._front.receive_rows(memoryview(raw(rows)).cast("B"))
+
+    def pass_on(self, rows: Array) -> StepResult:
+        assert self.behind is not None
+        with self._losing():
+            self.behind.send(Rows(rows.nbytes), memoryview(raw(rows)).cast("B"))
+            return wait_for_result(self.behind, self._config.stages_timeout_s)
+
+    def end(self) -> None:
+        """The step is over here."""
+        self._is_stepping = False
+
+    def check(self) -> None:
+        """Raises RunnerLostError where the next stage has gone."""
+        if self.behind is not None and self.behind.is_gone():
+            raise RunnerLostError(f"stage {self.behind.name} has gone")
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except LostError as error:
+            raise RunnerLostError(f"a machine of this model is lost: {error}") from None
+
+
+def wait_for_result(connection: PeerConnection, timeout_s: float) -> StepResult:
+    """The result of a step, behind signs of life. Raises LostError where neither comes in time.
+
+    The engine's thread may be here for long: that it is, is a sign of life of its own (host/process.py).
+    """
+    while isinstance(message := connection.receive(timeout_s), Beat):
+        pass
+    if isinstance(message, StageRefusal):
+        raise LostError(f"{connection.name} could not run a step ({message.why})")
+    if not isinstance(message, SentResult):
+        raise LostError(f"{connection.name} sent {message}, where a result was due")
+    return message.result
+
+
+def dial(address: str, secret: bytes) -> PeerConnection:
+    """A connection to a stage that has the secret. Raises OSError, LostError, ConfigError."""
+    host, port = parse_address(address, "--stages")
+    place = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    check_private(place, secret, f"--stages {address}")
+    connection = PeerConnection(socket.create_connection((place, port), GREETING_S), address)
+    try:
+        greet(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def serve_steps(front: PeerConnection, runner: StepRunner, timeout_s: float, n_batch_slots: int) -> None:
+    """Runs the steps that come from the front, until it closes: LostError. Raises RunnerLostError."""
+    mirror, running = Mirror(n_batch_slots), threading.Event()
+    threading.Thread(target=_beat, args=(front, running, timeout_s / 4), daemon=True).start()
+    while True:
+        message = front.receive()
+        if not isinstance(message, SentStep):
+            raise LostError(f"{front.name} sent {message}, where a step was due")
+        running.set()
+        result = runner.step(mirror.step(message))
+        running.clear()
+        front.send(SentResult.of(result))
+
+
+def _beat(front: PeerConnection, running: threading.Event, every_s: float) -> None:
+    """Tells the front that this process lives, while a step runs."""
+    while True:
+        running.wait()
+        time.sleep(every_s)
+        if running.is_set():
+            try:
+                front.send(Beat())
+            except LostError:
+                return
