@@ -9,7 +9,7 @@ import re
 import tempfile
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,7 @@ from deltic.models.hub import is_hub_name, outline, wanted_of
 from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
 from deltic.models.packed import cache_file
 from deltic.models.qwen.adapters import Adapter
-from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shape import ModelShape, all_stages
 from deltic.models.qwen.shard import whole
 from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
 from deltic.models.tts.weights import frame_bytes
@@ -31,12 +31,15 @@ from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.roofs import beyond_caches, disk_bandwidth, multiply_peak, read_bandwidth
 from deltic.runtime.adapters import given_adapters
-from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
+from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle, settle_text
 from deltic.runtime.cpu.device import Cpu
-from deltic.runtime.fit import refuse_little_memory
+from deltic.runtime.fit import make_plan, refuse_little_memory
 from deltic.runtime.model import Model, TextModel
-from deltic.runtime.plan import Plan, TextPlan, brought
+from deltic.runtime.plan import Plan, TextPlan, brought, shared_sizes
 from deltic.text import SamplingDefaults, Tokenizer
+
+if TYPE_CHECKING:
+    from deltic.runtime.gpu.device import Gpu
 
 LEAST_PART = 0.05
 """A format that takes part in less of a token's products is left out of their roof."""
@@ -108,7 +111,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
         refuse_little_memory(plan)
     model.check_files(store)
     _check_text(config, has_vocabulary)
-    weights = None if plan.speaks else _weights(plan.shape, plan.quantize, store)
+    weights = _stored(plan, store)
     out = StringIO()
     console = Console(file=out, width=100)
     console.print(f"{model_name(config)}: {_parts(plan)}", markup=False)
@@ -117,7 +120,13 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     elif wanted > free - beside:
         whose = " of the GPU's memory" if on_gpu else ""
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
-    console.print(_memory_table(plan, weights, on_gpu))
+    parts = [("", plan)] if not config.stages else _stages(config, device, plan, free)
+    for layers, part in parts:
+        if layers:
+            console.print(layers, markup=False)
+        console.print(_memory_table(part, weights if part is plan else _stored(part, store), on_gpu))
+    common = [shared_sizes(part) for _, part in parts]
+    plan = dataclasses.replace(plan, **{name: min(sizes[name] for sizes in common) for name in common[0]})
     for notice in model.notices:
         console.print(f"{notice[:1].upper()}{notice[1:]}.", markup=False)
     if on_gpu:
@@ -152,12 +161,29 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
+    if config.stages:
+        console.print("Speeds are of the layers here: a token takes the time of all machines, one behind the other.")
     try:
         roofs = _roofs(plan, weights, on_gpu) if is_here else None
         console.print(_speed_table(plan, weights, store, roofs, _link(plan, model) if roofs else None))
     except RuntimeError:  # torch's out of memory
         console.print("The roofs were not measured: too little of the GPU's memory is free.")
     return out.getvalue()
+
+
+def _stages(config: EngineConfig, device: Cpu | Gpu, first: TextPlan, free: int) -> list[tuple[str, TextPlan]]:
+    """Says what each machine of --stages runs, with its plan, as if it had the memory that is free here."""
+    n, found = len(first.shape.model_layer_types), list[tuple[str, TextPlan]]()
+    for number, place in enumerate(("here", *config.stages)):
+        plan = make_plan(device.text, settle_text(config, device, stage=number), free) if number else first
+        begin = plan.shape.first_layer
+        found.append((f"Layers {begin} to {begin + plan.shape.n_layers - 1} of {n}, {place}:", plan))
+    return found
+
+
+def _stored(plan: TextPlan, store: Store) -> Weights | None:
+    """Weights of a plan that take no memory; None: of a speech model."""
+    return None if plan.speaks else _weights(plan.shape, plan.quantize, store)
 
 
 def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
@@ -168,6 +194,7 @@ def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
 
 def _parts(plan: Plan[Any]) -> str:
     shape: Any = whole(plan.shape, plan.cuts)
+    shape = shape if plan.speaks else all_stages(shape)
     size = f"{shape.n_params / 1e9:.2f} B parameters"
     if plan.speaks:
         return (

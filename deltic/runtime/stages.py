@@ -5,8 +5,8 @@
                           <-result-                         <-result-
 
 A page and a state slot have the same number on every machine. A step is told to all before any computes, then
-its rows follow. Whatever goes wrong with one machine ends what all of them have computed: the engine's process
-ends, and the next one builds all stages again.
+its rows follow. Whatever goes wrong with one machine ends what all of them have computed: the engine's
+process ends, and the next one builds all stages again.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
@@ -170,7 +171,7 @@ def test_random_weights_of_stages_are_the_models() -> None:
     shape = settle_text(config, device).shape
     for begin, end in ((0, 24), (0, 4), (4, 8), (20, 24)):
         model = replace(settle_text(config, device), shape=shape if end == 24 else stage_of(shape, begin, end))
-        weights, _ = model.load(device.store(make_plan(device.text, model, 1 << 34)), lambda stage, done: None)
+        weights, _ = model.load(device.stores(make_plan(device.text, model, 1 << 34))[0], lambda stage, done: None)
         for name, memory in weights.named_memory():
             field, _, rest = name.partition(".")
             number, _, part = rest.partition(".")
@@ -209,6 +210,19 @@ def test_processes_that_are_machines(kind: str, settings: dict[str, Any], tmp_pa
     finally:
         for stage in stages:
             stage.close()
+
+
+def test_the_plan_of_each_machine() -> None:
+    """As it is made where it runs; what fits is what fits in all."""
+    stages = ("10.0.0.2:7000", "10.0.0.3:7000")
+    text = report(EngineConfig(dummy="qwen3.5-0.8b", device="cpu", stages=stages))
+    titles = [
+        "Layers 0 to 3 of 24, here:",
+        *(f"Layers {a} to {b} of 24, {s}:" for (a, b), s in zip(((4, 19), (20, 23)), stages, strict=True)),
+    ]
+    assert [line for line in text.splitlines() if line.startswith("Layers")] == titles
+    assert "0.75 B parameters, 18 DeltaNet + 6 attention layers" in text and "one behind the other" in text
+    assert "longest: 32768" in text
 
 
 def test_layers_are_dealt_out_by_bytes() -> None:
