@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
-from bench.gpu import ablate, contexts, drafts, experts, fill, host, lora, outside
+from bench.gpu import ablate, contexts, drafts, experts, fill, host, loops, lora, outside
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
@@ -376,3 +376,21 @@ def test_what_is_no_number_is_told_by_its_flag(flag: str, monkeypatch: pytest.Mo
     given = {"n": "1", "prefill": "8192"} | {flag.removeprefix("--"): "1,x"}
     with pytest.raises(ConfigError, match=f"{flag} '1,x'"):
         gpu.bench_gpu(argparse.Namespace(as_chip=None, **given), EngineConfig(dummy="qwen3.5-0.8b"))
+
+
+def test_the_loop_that_multiplies_is_counted() -> None:
+    """Of two loops that do, one around the other, the inner one; predicates and what is no instruction are left out."""
+    text = """.L_x_1:
+        /*0000*/                   LDG.E R0, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0010*/                   LOP3.LUT R4, R0, 0xf, RZ, 0xc0, !PT ;
+                                                                           /* 0x000fc800078e00ff */
+        /*0020*/                   HGMMA.64x16x16.F32.BF16 R8, R4, gdesc[UR8], R8 ;
+        /*0030*/               @P0 BRA `(.L_x_2) ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/                   BRA `(.L_x_3) ;
+.L_x_3:
+        /*0060*/                   EXIT ;
+"""
+    assert loops.loop_of(text) == {"LOP3.LUT": 1, "HGMMA.64x16x16.F32.BF16": 1, "BRA": 1}
+    assert not loops.loop_of(text.replace("HGMMA", "FADD"))

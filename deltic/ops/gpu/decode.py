@@ -474,8 +474,10 @@ def code(block, J: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr):
 
 
 @triton.jit
-def scale_of(block, HALF: tl.constexpr, SCALES: tl.constexpr):
-    """float32 [M, groups]: the scales; of groups of 16 those of the first or second of each two."""
+def scale_of(block, HALF: tl.constexpr, SCALES: tl.constexpr, UNIT: tl.constexpr = 1.0):
+    """float32 [M, groups]: the scales; of groups of 16 those of the first or second of each two. UNIT: a
+    power of 2 that those which come of float16 are multiplied with, as in `least_of`.
+    """
     b_scale, b_outer, b_divisor = block[2 + HALF], block[6], block[7]
     if SCALES == E8M0:
         b_e = b_scale.to(tl.int32)
@@ -490,18 +492,20 @@ def scale_of(block, HALF: tl.constexpr, SCALES: tl.constexpr):
     else:
         b_float = b_scale.to(tl.float32)
         if _is_k(SCALES):
-            b_float = b_outer[:, None].to(tl.float32) * b_float
-            if SCALES == K_EIGHTH:
-                b_float *= 0.125
+            b_float = (b_outer.to(tl.float32) * (UNIT * (0.125 if SCALES == K_EIGHTH else 1.0)))[:, None] * b_float
+        elif UNIT != 1.0:
+            b_float *= UNIT
     return b_float
 
 
 @triton.jit
-def least_of(block, HALF: tl.constexpr, SCALES: tl.constexpr):
+def least_of(block, HALF: tl.constexpr, SCALES: tl.constexpr, UNIT: tl.constexpr = 1.0):
     """float32 [M, groups]: the least values, or the codes that stand for 0."""
     b_least = block[4 + HALF].to(tl.float32)
     if _is_k(SCALES):
-        b_least = block[7][:, None].to(tl.float32) * b_least * -1.0  # -x would be 0 - x
+        b_least = (block[7].to(tl.float32) * -UNIT)[:, None] * b_least
+    elif UNIT != 1.0:
+        b_least *= UNIT
     return b_least
 
 

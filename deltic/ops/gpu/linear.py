@@ -107,7 +107,8 @@ def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.c
         o_row = i_m * (BLOCK_M // 2) + o_m // 16 * 8 + o_m % 8
         if not EVEN_M:
             o_row = tl.minimum(o_row, m // 2 - 1)
-        return o_row + o_m // 8 % 2 * (m // 2)
+        o_row += o_m // 8 % 2 * (m // 2)
+        return tl.max_contiguous(tl.multiple_of(o_row, 8), 8) if EVEN_M else o_row
     o_row = i_m * BLOCK_M + o_m
     if not EVEN_M:
         # read twice instead of masked; not stored
