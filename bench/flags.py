@@ -23,6 +23,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, ["model"])
 
 
+def add_layers(parser: argparse.ArgumentParser) -> None:
+    """Adds the number of layers of a dummy."""
+    parser.add_argument("--layers", type=int, metavar="N", help="of --dummy: the first N layers alone (default: all)")
+
+
 def add_gpu_model(parser: argparse.ArgumentParser, *more: str) -> None:
     """Adds what says which model is measured on a GPU, with how many sequences, and where the result goes.
     more: further settings of an engine.

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source
+from deltic.models.qwen.published import published_shape
 
 GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 GPU_FORMATS = ("fp8", "int4-g128-bfloat16")
+LARGE_SHAPES = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")
+NATIVE = ("drafters", "streams", "experts", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
+"""What is run by `bench.gpu.native`."""
+ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens")
+"""Settings whose runs stand in tables of their own."""
+
+
+def is_plain(data: Row) -> bool:
+    """Whether a run is of a whole model as it is served, on its own card: with no lever off."""
+    levers, settings = data.get("levers") or {}, data.get("settings") or {}
+    has_lever_off = isinstance(levers, dict) and not all(levers.values())
+    is_as_another = " as " in data.get("device", "")
+    return not (has_lever_off or is_as_another or data.get("layers") or any(map(settings.get, ALONE)))
+
+
+def goes_by_host(data: Row) -> bool:
+    """Whether the sums of several GPUs went through the host's memory, and all else was as it is served."""
+    levers = data.get("levers") or {}
+    return (
+        isinstance(levers, dict)
+        and levers.get("peer") is False
+        and is_plain(data | {"levers": levers | {"peer": True}})
+    )
 
 
 def plain_runs(runs: Runs) -> list[Run]:
     """The newest of each shape."""
-    return [found[-1] for shape in GPU_SHAPES if (found := runs.newest(f"gpu-{shape}-[0-9]*.json", gpu=True))]
+    names = [f"gpu-{shape}-[0-9]*.json" for shape in GPU_SHAPES]
+    return [found[-1] for name in names if (found := runs.newest(name, gpu=True, where=is_plain))]
 
 
 def cell(row: Row) -> str:
@@ -22,32 +48,32 @@ def cell(row: Row) -> str:
     return f"{shown(row['step_ms'])} (p90 {shown(row['p90_ms'])})"
 
 
-def by_shape(runs: Runs, kind: str) -> list[Run]:
-    """The newest of a kind, such as `lora`, of each shape."""
-    return [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{kind}-{shape}-*.json", gpu=True)]
+def by_shape(
+    runs: Runs, kind: str, where: Callable[[Row], bool] = bool, shapes: Sequence[str] = GPU_SHAPES
+) -> list[Run]:
+    """The newest of a kind, such as `lora`, of each shape. where: of those whose data is so."""
+    return [run for shape in shapes for run in runs.newest(f"gpu-{kind}-{shape}-*.json", gpu=True, where=where)]
 
 
 def decodes(runs: Runs) -> str:
     """Decodes and prefills on a GPU, beside the roofs."""
-    return decodes_and_prefills(plain_runs(runs), "python -m bench.figures gpu-text")
+    return decodes_and_prefills(plain_runs(runs), "python -m bench.figures gpu-load --only 0.8b,27b,35b-a3b")
 
 
 def format_runs(runs: Runs) -> list[Run]:
     """The newest of each shape and format of quantised weights."""
     names = [f"gpu-{shape}-{format}-*.json" for shape in GPU_SHAPES for format in GPU_FORMATS]
-    return [run for name in names for run in runs.newest(name, gpu=True)]
+    return [run for name in names for run in runs.newest(name, gpu=True, where=is_plain)]
 
 
 def formats(runs: Runs) -> str:
     """The same of quantised weights."""
-    return decodes_and_prefills(format_runs(runs), "deltic bench gpu --dummy qwen3.5-27b --format fp8")
+    return decodes_and_prefills(format_runs(runs), "python -m bench.figures gpu-load")
 
 
 def files(runs: Runs) -> str:
     """The same of files that mix types, and of Q8_0 beside e4m3."""
-    again = "deltic bench gpu --dummy qwen3.5-27b --format ud-q4_k_xl --n 1,4,16 --output 128 --rounds 3"
-    found = by_shape(runs, "files")
-    return decodes_and_prefills(found, again)
+    return decodes_and_prefills(by_shape(runs, "files", is_plain), "python -m bench.figures gpu-files")
 
 
 def fills(runs: Runs) -> str:
@@ -70,8 +96,76 @@ def fills(runs: Runs) -> str:
 
 def parallel(runs: Runs) -> str:
     """The same on several GPUs together."""
-    found = by_shape(runs, "parallel")
-    return decodes_and_prefills(found, "deltic bench gpu --dummy qwen3.5-27b --tensor-parallel 2 --n 1,16,64,128")
+    found = by_shape(runs, "parallel", is_plain, (*GPU_SHAPES, *LARGE_SHAPES))
+    return decodes_and_prefills(found, "python -m bench.figures gpu-several")
+
+
+def through_host(runs: Runs) -> str:
+    """The same of GPUs that do not reach each other's memory, or are told not to."""
+    again = "python -m bench.figures gpu-several --only peer-off"
+    return decodes_and_prefills(by_shape(runs, "parallel", goes_by_host), again)
+
+
+def layers(runs: Runs) -> str:
+    """What a layer of a model takes that needs more GPUs than there are, and all of them, computed."""
+    again, shape, rows = "python -m bench.figures gpu-several --only layers-4,layers-8", LARGE_SHAPES[-1], []
+    found = runs.newest(f"gpu-parallel-{shape}-*.json", gpu=True, where=lambda data: bool(data.get("layers")))
+    by_layers = {run.data["layers"]: run for run in found}
+    if len(by_layers) < 2:
+        return missing(again)
+    few, most = (by_layers[n] for n in (min(by_layers), max(by_layers)))
+    n_layers, n_most = published_shape(shape).n_layers, most.data["layers"]
+    for row, other in zip(few.data["rows"], most.data["rows"], strict=True):
+        ms = (other["step_ms"] - row["step_ms"]) / (n_most - few.data["layers"])
+        whole = other["step_ms"] + (n_layers - n_most) * ms
+        rows.append([f"{row['n']}", *(shown(one) for one in (row["step_ms"], other["step_ms"], ms, whole))])
+    header = ["N", *(f"{run.data['layers']} layers, ms" for run in (few, most)), "a layer", f"{n_layers}, computed"]
+    text = (
+        f"{most.data['shape'].partition('-layers')[0]} on {most.data['gpus']} GPUs. The last column is computed from those before it: "
+        f"no step of {n_layers} layers was measured."
+    )
+    return "\n\n".join((grid(header, rows), text, source([few, most], again)))
+
+
+def same_bits(runs: Runs) -> str:
+    """Answers of one model on several numbers of GPUs, compared."""
+    again = "python -m bench.figures gpu-several --only same-bits"
+    found = runs.newest("gpu-same-bits-*.json", gpu=True)
+    if not found:
+        return missing(again)
+    rows = [
+        [run.data["shape"], f"{run.data['cuts']}", *(f"{row[of]:,}" for of in ("gpus", "compared", "tokens", "differ"))]
+        for run in found
+        for row in run.data["rows"]
+    ]
+    header = ["model", "parts", "GPUs", "answers", "tokens", "differ"]
+    text = "Tokens and log-probabilities of an answer must be equal to the bit to those of the first row."
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
+def native(runs: Runs) -> str:
+    """Tests of kernels and engines that ran on a card, by what they are called together."""
+    again = "python -m bench.figures gpu-native"
+    found = [kept[-1] for name in NATIVE if (kept := runs.newest(f"gpu-native-{name}-[0-9]*.json", gpu=True))]
+    if not found:
+        return missing(again)
+    outcomes = ("passed", "failed", "skipped")
+    rows = [
+        [run.data["shape"], run.data["device"], *(f"{run.data['counts'].get(of, 0):,}" for of in outcomes)]
+        for run in found
+    ]
+    return "\n\n".join((grid(["tests", "on", *outcomes], rows), source(found, again)))
+
+
+def streams(runs: Runs) -> str:
+    """Decodes and prefills of Flash-Next, whole or of some layers, and steps behind contexts."""
+    again, shape = "python -m bench.figures gpu-streams", "qwen3.8-flash-next"
+    names = [f"gpu-{kind}{shape}-*.json" for kind in ("", "parallel-")]
+    found = [run for name in names for run in runs.newest(name, gpu=True)]
+    behind = runs.newest(f"gpu-context-{shape}-*.json", gpu=True)
+    parts = [decodes_and_prefills(found, again)] if found else []
+    parts += [behind_contexts(behind, again)] if behind else []
+    return "\n\n".join(parts) or missing(again)
 
 
 def invariant(runs: Runs) -> str:
@@ -90,7 +184,8 @@ def name(run: Run) -> str:
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
     state_dtype = run.data.get("settings", run.data).get("state_dtype", "float32")
     states = f", {state_dtype} states" if state_dtype != "float32" else ""
-    return f"{run.data['shape']}{where}{bits}{states}"
+    by_host = ", by the host's memory" if goes_by_host(run.data) else ""
+    return f"{run.data['shape']}{where}{bits}{states}{by_host}"
 
 
 def states(runs: Runs) -> str:
@@ -102,30 +197,37 @@ def states(runs: Runs) -> str:
 
 
 def contexts(runs: Runs) -> str:
-    """Steps behind long contexts, by the format of keys and values."""
+    """Steps behind long contexts, by the formats of weights, and of keys and values."""
     again = (
         "python -m bench.gpu.contexts --dummy qwen3.5-27b --n 1,8,32 --context 1024,32768,262144 --kv-cache-dtype fp8"
     )
-    found = by_shape(runs, "context")
+    names = [f"gpu-context-{shape}-{of}*.json" for shape in GPU_SHAPES for of in ("[0-9]", "fp8-")]
+    found = [run for name in names for run in runs.newest(name, gpu=True)]
+    return behind_contexts(found, again, "python -m bench.figures gpu-load --only contexts")
+
+
+def behind_contexts(found: list[Run], *again: str) -> str:
+    """A table of runs of `bench.gpu.contexts`."""
     if not found:
-        return missing(again)
+        return missing(*again)
     rows, read = [], [run.data["roofs"]["read"] / 1e12 for run in found]
+    lengths = sorted({row["context"] for run in found for row in run.data["rows"]})
     for run in found:
         data = run.data
         by_place = {(row["context"], row["n"]): row for row in data["rows"]}
         sizes = sorted({row["n"] for row in data["rows"]})
         for n in sizes:
-            of_n = [row for (_, size), row in by_place.items() if size == n]
-            cells = [f"{shown(row['ms'])}, {percent(row['roof'])}" for row in of_n]
-            rows.append([data["shape"] if n == sizes[0] else "", data["kv_cache_dtype"], str(n), *cells])
-    header = ["model", "keys and values", "N", *(f"{row['context']:,}" for row in of_n)]
+            of_n = [by_place.get((length, n)) for length in lengths]
+            cells = [f"{shown(row['ms'])}, {percent(row['roof'])}" if row else "–" for row in of_n]
+            rows.append([name(run) if n == sizes[0] else "", data["kv_cache_dtype"], str(n), *cells])
+    header = ["model", "keys and values", "N", *(f"{length:,}" for length in lengths)]
     text = (
         "Milliseconds of a recorded step, replayed back to back behind so many tokens each, and the part of its roof: "
         f"the bytes of weights, states, keys and values over the bandwidth of reading in the same "
         f"run, {min(read):.2f} to {max(read):.2f} TB/s. Contexts are not "
         "computed. Where they need more pages than there are, pages are read again, some from the second-level cache."
     )
-    return "\n\n".join((grid(header, rows), text, source(found, again)))
+    return "\n\n".join((grid(header, rows), text, source(found, *again)))
 
 
 def lora(runs: Runs) -> str:
@@ -151,13 +253,10 @@ def lora(runs: Runs) -> str:
 
 def outside(runs: Runs) -> str:
     """Decodes and prompts of mixtures whose experts are outside the GPU, by the memory of those in slots."""
-    again = [
-        f"python -m bench.gpu.outside --dummy qwen3.6-35b-a3b --format {format} --gb 4,8,12,16 --answers 250"
-        for format in GPU_FORMATS
-    ]
+    again = "python -m bench.figures gpu-outside"
     found = runs.newest("gpu-outside-*.json", gpu=True)
     if not found:
-        return missing(*again)
+        return missing(again)
     rows, heads, answers = [], dict[str, None](), list[str]()
     for run in found:
         measured = [row for row in run.data["rows"] if "ms" in row]
@@ -184,28 +283,28 @@ def outside(runs: Runs) -> str:
         f"is even routing. Answers that differ from those of all experts on the GPU: {', '.join(answers)}."
     )
     header = ["model", "experts in slots, of a layer", "longest row", *heads]
-    return "\n\n".join((grid(header, rows), text, source(found, *again)))
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
 
 
 def sums(runs: Runs) -> str:
     """Microseconds of what lies between two layers of a model on several GPUs."""
-    again = "python -m bench.gpu.allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"
-    found = runs.newest("allreduce-[0-9]*.json", gpu=True)
-    if not found:
-        return missing(again)
-    rows: dict[int, dict[str, str]] = {}
-    for row in found[-1].data["rows"]:
-        rows.setdefault(row["rows"], {})[row["way"]] = ranged(row["us"])
-    data = found[-1].data
-    way_us = data["width"] * 4 / data["link"] * 1e6
-    names = list(rows[min(rows)])
-    cells = [[f"{n:,}", *(of[name] for name in names), shown(n * way_us)] for n, of in rows.items()]
+    again = "python -m bench.figures gpu-several --only sums"
+    found = [run for kind in ("", "e4m3-") for run in runs.newest(f"allreduce-{kind}[0-9]*.json", gpu=True)]
+    parts = []
+    for run in found:
+        data, rows = run.data, dict[int, dict[str, str]]()
+        for row in data["rows"]:
+            rows.setdefault(row["rows"], {})[row["way"]] = ranged(row["us"])
+        way_us, names = data["width"] * 4 / data["link"] * 1e6, list(rows[min(rows)])
+        cells = [[f"{n:,}", *(of[name] for name in names), shown(n * way_us)] for n, of in rows.items()]
+        rounded = ", rounded to e4m3, too" if data["bench"].endswith("e4m3") else ""
+        text = f"{data['gpus']} GPUs, rows of {data['width']:,}{rounded}; a large copy has {data['link'] / 1e9:.0f} GB/s in the same run."
+        parts += [grid(["rows", *names, "roof"], cells), text]
     text = (
-        f"{data['gpus']} GPUs, rows of {data['width']:,}, in a recording of 40 calls, which waits for neither. Every way gives normed "
-        f"rows. The roof is the time that float32 rows take over the link once, at the {data['link'] / 1e9:.0f} GB/s that a large copy "
-        "has in the same run; two shots send bfloat16 on the way back, and so may take less."
+        "In a recording of 40 calls, which waits for neither. Every way gives normed rows. The roof is the time that float32 rows take "
+        "over the link once, at the speed of that copy; two shots send bfloat16 on the way back, and so may take less."
     )
-    return "\n\n".join((grid(["rows", *names, "roof"], cells), text, source(found, again)))
+    return "\n\n".join((*parts, text, source(found, again))) if found else missing(again)
 
 
 def decodes_and_prefills(found: list[Run], *again: str) -> str:
@@ -241,11 +340,10 @@ def drafts(runs: Runs, *, of_blocks: bool = False) -> str:
     """Milliseconds a token with drafts, beside those without. of_blocks: of a block drafter."""
     first, last = "python -m bench.gpu.drafts --dummy ", "--accept 0,0.75 --output 256 --n "
     models = [("27b", "1,8,16,64"), ("27b --format fp8", "1,16"), ("35b-a3b", "1,8,16,64")]
-    if of_blocks:
-        last = "--format fp8 --draft-model HEAD --max-drafts 15 --accept 0,0.8 --output 160 --rounds 3 --n "
-        models = [("27b", "1,8,32"), ("35b-a3b", "1")]
     again = [f"{first}qwen3.5-{model} {last}{sizes}" for model, sizes in models]
-    kept, head = ("gpu-accept-block", "block drafter") if of_blocks else ("gpu-accept", "draft head")
+    kept, guesser = ("gpu-accept-block", "block drafter") if of_blocks else ("gpu-accept", "draft head")
+    if of_blocks:
+        again = ["python -m bench.figures gpu-block-drafts"]
     names = [f"{kept}-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
     found = [run for name in names for run in runs.newest(name, gpu=True)]
     if not found:
@@ -257,13 +355,15 @@ def drafts(runs: Runs, *, of_blocks: bool = False) -> str:
             for name in ("head", "free"):
                 own = median(row[f"{name}_ms"])
                 cells += [f"{shown(own)}, {plain / own:.2f}", f"{row[f'{name}_tokens_a_step']:.2f}"]
-            rows.append([run.data["shape"], str(row["n"]), f"{row['accept']:g}", shown(plain), *cells])
+            drafter = run.data.get("draft_model")  # runs of one kind of drafter alone do not say it
+            head = f", {drafter.partition('-')[0]}" if drafter else ""
+            rows.append([run.data["shape"] + head, str(row["n"]), f"{row['accept']:g}", shown(plain), *cells])
     text = (
         "Right: how often a guess is, if those before it are; that is planted. Steps and guesses are real, and the engine chooses how many "
         "tokens it guesses. Guesses that are free stand for those of text that repeats, which no model makes."
     )
     header = [
-        *("model", "N", "right", "ms a token", f"with the {head}, times as fast", "tokens a step"),
+        *("model", "N", "right", "ms a token", f"with the {guesser}, times as fast", "tokens a step"),
         *("guesses free, times as fast", "tokens a step"),
     ]
     return "\n\n".join((grid(header, rows), text, source(found, *again)))

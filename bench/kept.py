@@ -1,9 +1,10 @@
 """The runs that are kept, which of them count, and how a table writes their figures.
 
-A run counts when its tree is not known to have had uncommitted changes; where it was a copy without history,
-the table says that no commit was recorded. Of each kind the newest counts, with those that were taken at the
-same commit in the same directory as further rounds of it; where a part of one of them failed, none of them
-counts, and the newest before them does. A cell is a median with the least and the most of its rounds.
+A run counts when it was not cut short and its tree is not known to have had uncommitted changes; where it
+was a copy without history, the table says that no commit was recorded. Of each kind the newest counts, with
+those that were taken at the same commit in the same directory as further rounds of it; where a part of one of
+them failed, none of them counts, and the newest before them does. A cell is a median with the least and the
+most of its rounds.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class Runs:
 
     @cached_property
     def _of_clean_trees(self) -> list[Run]:
-        """Those that say when they were made, oldest first."""
+        """Those that say when they were made and were not cut, oldest first."""
         files = sorted(self.directory.glob("*/*.json"))
         found = [Run(path, json.loads(path.read_text())) for path in files]
-        kept = [run for run in found if run.data.get("date") and not run.made_by.get("modified")]
+        whole = [run for run in found if run.data.get("date") and not run.data.get("incomplete")]
+        kept = [run for run in whole if not run.made_by.get("modified")]
         return sorted(kept, key=lambda run: str(run.data["date"]))
 
     @property

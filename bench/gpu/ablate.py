@@ -18,7 +18,8 @@ from rich.table import Table
 
 from bench.flags import add_model, add_some
 from bench.gpu.experiment import parser, run_model
-from deltic.bench.gpu import GpuModel, decode, n_launches, need_gpu, runner_of, write_result
+from deltic.bench.gpu import GpuModel, decode, n_launches, need_gpu, runner_of
+from deltic.bench.provenance import writer
 from deltic.config import EngineConfig
 from deltic.ops.gpu.launch import Levers
 
@@ -40,6 +41,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
     model = GpuModel.load(config)
     found: list[dict[str, Any]] = []
+    write = writer("ablate", shape_name, torch.cuda.get_device_name(), arguments.out)
     base: dict[int, tuple[float, list[list[int]]]] = {}
     table = Table(
         "lever",
@@ -72,9 +74,10 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
                 says, text = "exact" if field.metadata["exact"] else "other bits", field.metadata["text"]
             table.add_row(name, *cells, f"{launches}", "yes" if exact else "no", says, text)
             found.append(row | {"launches": launches, "same_tokens": exact, "exact": says})
+            write(rows=found)
             del engine
     Console(width=170).print(table)
-    write_result("ablate", shape_name, torch.cuda.get_device_name(), arguments.out, rows=found)
+    write(is_whole=True, rows=found)
     return 0
 
 

@@ -26,7 +26,8 @@ from torch.cuda import nccl
 
 from bench.gpu.experiment import parser
 from deltic.__main__ import finished
-from deltic.bench.gpu import need_gpu, write_result
+from deltic.bench.gpu import need_gpu
+from deltic.bench.provenance import writer
 from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
@@ -196,6 +197,9 @@ def bench(arguments: argparse.Namespace) -> int:
     except KernelError as error:
         raise ConfigError(f"--gpus {n_gpus}: {error}") from None
     link, found = link_speed(0, 1), list[dict[str, Any]]()
+    more = {"gpus": n_gpus, "width": arguments.width, "rounds": arguments.rounds, "link": link}
+    kind, device = "allreduce-e4m3" if block_k else "allreduce", torch.cuda.get_device_name()
+    write = writer(kind, f"{n_gpus}x{arguments.width}", device, arguments.out, **more)
     with Console(stderr=True).status("") as status:
         for n in rows:
             expected = list[Tensor]()
@@ -217,6 +221,7 @@ def bench(arguments: argparse.Namespace) -> int:
                 times["alone_us"] = seconds_of(devices, run, arguments.rounds)
                 us = {what: [1e6 * one / CALLS for one in all_s] for what, all_s in times.items()}
                 found.append({"rows": n, "way": name, "kernels": n_kernels, "same_bits": is_same, **us})
+                write(rows=found)
     table = Table(
         "rows", "way", "kernels", "us in a recording", "of the rounds", "us alone", "us of one way at the link's speed"
     )
@@ -236,9 +241,7 @@ def bench(arguments: argparse.Namespace) -> int:
         )
     Console().print(table)
     print(f"{n_gpus} GPUs, rows of {arguments.width}; a link copies {link / 1e9:.0f} GB/s one way")
-    more = {"gpus": n_gpus, "width": arguments.width, "rounds": arguments.rounds, "link": link, "rows": found}
-    kind = "allreduce-e4m3" if block_k else "allreduce"
-    write_result(kind, f"{n_gpus}x{arguments.width}", torch.cuda.get_device_name(), arguments.out, **more)
+    write(is_whole=True, rows=found)
     return 0
 
 

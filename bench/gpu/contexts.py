@@ -14,12 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.flags import add_gpu_model
+from bench.flags import add_gpu_model, add_layers
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name, write_result
+from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name
+from deltic.bench.provenance import writer
 from deltic.bench.sweep import numbers
 from deltic.commands.plan import decode_bytes
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError, EngineConfig, changed
 from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.gpu.launch import parse_levers
@@ -63,10 +64,28 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     if max(contexts) > config.max_model_len:
         raise ConfigError(f"--context {arguments.context}: more than --max-model-len {config.max_model_len}")
     roofs, name = GpuRoofs.measured(), shape_name(arguments, config)
-    model = GpuModel.load(config, arguments.format)
+    model = GpuModel.load(config, arguments.format, arguments.layers)
     engine = model.engine(parse_levers(config.lever), max(sizes))
     runner, shape = runner_of(engine), model.run.shape
-    rows = [context_row(runner, shape, roofs, n, context) for context in contexts for n in sizes]
+    write = writer(
+        "gpu-context",
+        name,
+        engine.info.device,
+        arguments.out,
+        kv_cache_dtype=shape.kv_cache_dtype,
+        gpus=model.device.n_gpus,
+        cuts=model.device.n_cuts,
+        layers=arguments.layers,
+        levers=dataclasses.asdict(runner.levers),
+        settings=changed(config),
+        n_pages=runner.plan.n_pages,
+        roofs=dataclasses.asdict(roofs),
+    )
+    rows = list[dict[str, Any]]()
+    for context in contexts:
+        for n in sizes:
+            rows.append(context_row(runner, shape, roofs, n, context))
+            write(rows=rows)
     title = f"{name} on {engine.info.device}: a step behind a context, keys and values in {shape.kv_cache_dtype}"
     heads = ("context", "N", "ms a step", "GB a step", "of keys and values", "% of read roof")
     table = Table(*heads, title=title, title_justify="left")
@@ -80,24 +99,14 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
             f"{row['roof']:.0%}",
         )
     Console(width=120).print(table)
-    write_result(
-        "gpu-context",
-        name,
-        engine.info.device,
-        arguments.out,
-        kv_cache_dtype=shape.kv_cache_dtype,
-        gpus=model.device.n_gpus,
-        cuts=model.device.n_cuts,
-        n_pages=runner.plan.n_pages,
-        roofs=dataclasses.asdict(roofs),
-        rows=rows,
-    )
+    write(is_whole=True, rows=rows)
     return 0
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_gpu_model(flags)
+    add_layers(flags)
     text = "tokens in front of a step (default: 1024,32768)"
     flags.add_argument("--context", default="1024,32768", metavar="T,T,...", help=text)
     run_model(flags, bench)

@@ -91,9 +91,10 @@ def run(
             result["failed"][part] = last[0] if last else repr(error)
             print(f"{name} {part}: FAILED {result['failed'][part]}", flush=True)
         print(f"{name} {part}: {time.perf_counter() - begin:.1f} s", flush=True)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            cut = {"incomplete": True} if part != [*parts][-1] else {}
+            (arguments.out / f"{name}.json").write_text(json.dumps(result | cut, indent=1) + "\n")
 
 
 def run_model(parser: argparse.ArgumentParser, bench: Callable[[argparse.Namespace, EngineConfig], int]) -> None:

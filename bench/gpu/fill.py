@@ -17,8 +17,8 @@ import torch
 
 from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import need_gpu, shape_name, write_result
-from deltic.bench.provenance import checked
+from deltic.bench.gpu import need_gpu, shape_name
+from deltic.bench.provenance import checked, writer
 from deltic.config import EngineConfig, changed
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine
@@ -76,7 +76,8 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
         "ended": ended,
     }
     print(shape_name(arguments, config), result)
-    write_result("gpu-fill", shape_name(arguments, config), runner.info.device, arguments.out, **result)
+    write = writer("gpu-fill", shape_name(arguments, config), runner.info.device, arguments.out)
+    write(is_whole=True, **result)
     return 0 if ended == {f"length at {plan.max_model_len}": n} else 1
 
 

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from bench.gpu.experiment import run_model
 from bench.lora import random_adapter
-from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, replay_ms, shape_name, write_result
+from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, replay_ms, shape_name
+from deltic.bench.provenance import writer
 from deltic.bench.sweep import numbers
 from deltic.commands.flags import add_table
 from deltic.config import ConfigError, EngineConfig
@@ -65,7 +66,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     title = f"{name} on {engine.info.device}: {arguments.n_loras} adapters of rank {arguments.lora_rank}"
     Console(width=120).print(_table(title, rows))
     given = {"adapters": arguments.n_loras, "rank": arguments.lora_rank, "adapter_bytes": n_bytes}
-    write_result("gpu-lora", name, engine.info.device, arguments.out, **given, rows=rows)
+    writer("gpu-lora", name, engine.info.device, arguments.out, **given)(is_whole=True, rows=rows)
     return 0
 
 

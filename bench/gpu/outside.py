@@ -28,8 +28,8 @@ from torch import Tensor
 
 from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, runner_of, shape_name, write_result
-from deltic.bench.provenance import checked
+from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, runner_of, shape_name
+from deltic.bench.provenance import checked, writer
 from deltic.bench.sweep import numbers
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
@@ -161,6 +161,9 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(f"{name}: link {link / 1e9:.1f} GB/s, read {roofs.read / 1e12:.2f} TB/s", *map(json.dumps, rows), sep="\n")
     model = GpuModel.load(replace(config, expert_memory=0.0), arguments.format)
     outside, device = Outside(model, config, arguments, roofs, link), torch.cuda.get_device_name()
+    given = {flag: getattr(arguments, flag) for flag in ("skew", "output", "rounds")}
+    told = {"roofs": {"read": roofs.read}, "link": link, "prompt": PROMPT, **given}
+    write = writer("gpu-outside", name, device, arguments.out, **told)
     for gb in numbers(arguments.gb, "--gb", float):
         if time.perf_counter() - begin > 60 * arguments.minutes:
             print(f"{gb:g} GB and what follows are left out: {arguments.minutes:g} minutes are over")
@@ -169,9 +172,8 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
             differ = sum(one != other for one, other in zip(tokens, others, strict=True))
             rows.append(row | {"differ": differ, "compared": len(tokens)})
             print(json.dumps(rows[-1]), flush=True)
-    given = {flag: getattr(arguments, flag) for flag in ("skew", "output", "rounds")}
-    told = {"roofs": {"read": roofs.read}, "link": link, "prompt": PROMPT, **given}
-    write_result("gpu-outside", name, device, arguments.out, **told, rows=rows)
+            write(rows=rows)
+    write(is_whole=True, rows=rows)
     return 0
 
 

@@ -20,7 +20,8 @@ from rich.table import Table
 
 from bench.flags import add_gpu_model
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name, write_result
+from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name
+from deltic.bench.provenance import writer
 from deltic.bench.sweep import numbers
 from deltic.config import EngineConfig
 from deltic.ops.gpu.launch import parse_levers
@@ -64,22 +65,23 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     engine = model.engine(levers, max(sizes))
     runner, results = runner_of(engine), []
     assert isinstance(runner, GpuTextRunner), "one GPU is profiled"
+    name = shape_name(arguments, config)
+    head = {"levers": arguments.lever or [], "keys": arguments.keys}
+    write = writer("gpu-profile", name, engine.info.device, arguments.out, **head)
     for n in sizes:
         alone_ms = replay_ms(runner, n, arguments.keys)
         rows = kernels(runner, n, arguments.keys)
         results.append({"n": n, "alone_ms": round(alone_ms, 4), "kernels": rows})
+        write(rows=results)
         total = sum(row["us"] for row in rows)
-        title = f"{shape_name(arguments, config)}, N = {n}: {alone_ms:.3f} ms, of kernels {total / 1000:.3f} ms"
+        title = f"{name}, N = {n}: {alone_ms:.3f} ms, of kernels {total / 1000:.3f} ms"
         table = Table("us a step", "launches", "us each", "grid", "kernel", title=title, title_justify="left")
         for row in rows[: arguments.rows]:
             table.add_row(
                 f"{row['us']:.1f}", f"{row['launches']:g}", f"{row['us_each']:.2f}", row["grid"], row["kernel"]
             )
         Console(width=120).print(table)
-    write_result(
-        "gpu-profile", shape_name(arguments, config), engine.info.device, arguments.out,
-        levers=arguments.lever or [], keys=arguments.keys, rows=results,
-    )  # fmt: skip
+    write(is_whole=True, rows=results)
     return 0
 
 

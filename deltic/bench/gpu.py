@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import random
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deltic.bench.provenance import checked, code, machine, now, runs_directory
+from deltic.bench.provenance import checked, writer
 from deltic.bench.sweep import numbers
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, changed
@@ -240,10 +238,7 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5, adapter: bytes = b"") 
 def decode_row(
     engine: Engine, shape: ModelShape, roofs: GpuRoofs, n: int, rounds: Sequence[Sequence[float]], context: int
 ) -> JsonObject:
-    """The figures of decodes of n sequences. rounds: seconds of each step. context: the mean of the steps.
-
-    alone_ms: one recorded step, replayed: median of 5 times 50.
-    """
+    """The figures of decodes of n sequences. rounds: seconds of each step. context: the mean of the steps."""
     times, runner = sorted(second for steps in rounds for second in steps), runner_of(engine)
     ms = statistics.median(times) * 1000
     n_bytes = runner.plan.n_shards * decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
@@ -251,12 +246,10 @@ def decode_row(
         "n": n,
         "step_ms": round(ms, 4),
         "round_ms": [round(statistics.median(steps) * 1000, 4) for steps in rounds],
-        "alone_ms": round(replay_ms(runner, n, context), 4),
         "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
         "tok_s": round(n / ms * 1000, 1),
         "gb": round(n_bytes / 1e9, 3),
         "roof": round(n_bytes / roofs.read / ms * 1000, 4),
-        "launches": n_launches(runner, n),
     }
 
 
@@ -284,26 +277,29 @@ def prefill_operations(shape: ModelShape, n_tokens: int) -> float:
     return n_tokens * (linear + gdn + attention) + 2.0 * shape.vocab_size * shape.hidden_size
 
 
+Rounds = dict[int, list[list[float]]]
+"""Times of each round, by the number of sequences or by the length of the prompt."""
+
+
 def measure(
-    engine: Engine, arguments: argparse.Namespace, rows: Sequence[int], prompts: Sequence[int]
-) -> tuple[dict[int, list[list[float]]], dict[int, list[list[float]]]]:
-    """Seconds of steps by the number of sequences, and milliseconds of prefills by the length of the prompt.
+    engine: Engine, arguments: argparse.Namespace, decodes: Rounds, prefills: Rounds, keep: Callable[[], object]
+) -> None:
+    """Measures seconds of steps and milliseconds of prefills; after each of them keep is called.
 
     A round has every number of sequences and every prompt once.
     """
-    decodes: dict[int, list[list[float]]] = {n: [] for n in rows}
-    prefills: dict[int, list[list[float]]] = {n: [] for n in prompts}
     with Console(stderr=True).status("") as status:
-        for n in rows:
+        for n in decodes:
             decode(engine, n, arguments.prompt, 8, seed=1)
         for i in range(arguments.rounds):
             for n, done in decodes.items():
                 status.update(f"round {i + 1}, N = {n}")
                 done.append(decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0])
+                keep()
             for n, done in prefills.items():
                 status.update(f"round {i + 1}, prefill of {n}")
                 done.append(prefill_ms(engine, n))
-    return decodes, prefills
+                keep()
 
 
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -318,38 +314,34 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     begin = time.perf_counter()
     engine = model.engine(levers, max(rows))
     record_s = time.perf_counter() - begin
-    decodes, prefills = measure(engine, arguments, rows, prompts)
     context, (n_gpus, n_cuts) = arguments.prompt + arguments.output // 2, (model.device.n_gpus, model.device.n_cuts)
-    measured = [decode_row(engine, model.run.shape, roofs, n, rounds, context) for n, rounds in decodes.items()]
-    prefill = {n: prefill_row(model.run.shape, roofs, n, rounds, n_cuts // n_gpus) for n, rounds in prefills.items()}
+    shape, runner = model.run.shape, runner_of(engine)
+    decodes, prefills = ({n: list[list[float]]() for n in sizes} for sizes in (rows, prompts))
+    result: JsonObject = {}
+    head = {of: getattr(arguments, of) for of in ("layers", "prompt", "output", "rounds")}
+    head |= {"gpus": n_gpus, "cuts": n_cuts, "levers": dataclasses.asdict(runner.levers), "settings": changed(config)}
+    head |= {"roofs": dataclasses.asdict(roofs), "weights_s": weights_s, "record_s": record_s}
+    kind = "gpu" if n_cuts == 1 else "gpu-parallel" if n_cuts == n_gpus else "gpu-invariant"
+    write = writer(kind, name, engine.info.device, arguments.out, **head)
+
+    def keep() -> None:
+        result["rows"] = [decode_row(engine, shape, roofs, n, r, context) for n, r in decodes.items() if r]
+        result["prefill"] = {n: prefill_row(shape, roofs, n, r, n_cuts // n_gpus) for n, r in prefills.items() if r}
+        write(**result)
+
+    measure(engine, arguments, decodes, prefills, keep)
+    for row in result["rows"]:  # a recorded step, replayed: median of 5 times 50
+        row["alone_ms"] = round(replay_ms(runner, row["n"], context), 4)
+        row["launches"] = n_launches(runner, row["n"])
     title = f"{name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
-    Console().print(_table(title, measured))
-    for n_tokens, row in prefill.items():
-        print(
-            f"prefill of {n_tokens}: {row['ms']:.2f} ms, {row['tok_s']:,} tok/s, {row['roof']:.0%} of the matrix rate"
-        )
+    Console().print(_table(title, result["rows"]))
+    for n, row in result["prefill"].items():
+        print(f"prefill of {n}: {row['ms']:.2f} ms, {row['tok_s']:,} tok/s, {row['roof']:.0%} of the matrix rate")
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, "
         f"recorded in {record_s:.1f} s"
     )
-    write_result(
-        "gpu" if n_cuts == 1 else "gpu-parallel" if n_cuts == n_gpus else "gpu-invariant",
-        name,
-        engine.info.device,
-        arguments.out,
-        gpus=n_gpus,
-        cuts=n_cuts,
-        levers=dataclasses.asdict(runner_of(engine).levers),
-        settings=changed(config),
-        prompt=arguments.prompt,
-        output=arguments.output,
-        rounds=arguments.rounds,
-        roofs=dataclasses.asdict(roofs),
-        weights_s=weights_s,
-        record_s=record_s,
-        rows=measured,
-        prefill=prefill,
-    )
+    write(is_whole=True, **result)
     return 0
 
 
@@ -357,15 +349,6 @@ def shape_name(arguments: argparse.Namespace, config: EngineConfig) -> str:
     """Names the shape, and the format of its weights."""
     format = arguments.format or config.quantize
     return (config.dummy or config.model) + (f"-{format}" if format else "")
-
-
-def write_result(bench: str, shape: str, device: str, out: str | Path | None, **result: object) -> None:
-    """Writes a result's file under runs_directory(out), and prints its name."""
-    path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
-    made: JsonObject = {"bench": bench, "date": now().isoformat(timespec="seconds"), "shape": shape, "device": device}
-    made |= {"torch": torch.__version__, "machine": machine(), "code": code()}
-    path.write_text(json.dumps(made | result, indent=1, default=str) + "\n")
-    print(path)
 
 
 def _table(title: str, rows: Sequence[JsonObject]) -> Table:

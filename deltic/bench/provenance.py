@@ -7,9 +7,12 @@ asked for: answers that end early leave the others more of the machine, or nothi
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import re
 import subprocess
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import deltic
@@ -65,6 +68,26 @@ def runs_directory(out: str | Path | None) -> Path:
     path = Path(out) if out else Path("bench/runs") / f"{now():%Y-%m-%d}-{machine_name()}"
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def writer(bench: str, shape: str, device: str, out: str | Path | None, **head: object) -> Callable[..., None]:
+    """Returns what writes a result's file under runs_directory(out), as often as more is measured.
+
+    The file says `incomplete` until it is written with is_whole=True: a run that was cut makes no table.
+    """
+    path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
+    made: JsonObject = {"bench": bench, "date": now().isoformat(timespec="seconds"), "shape": shape, "device": device}
+    made |= {"torch": version("torch"), "machine": machine(), "code": code()} | head
+
+    def write(is_whole: bool = False, **result: object) -> None:
+        part = path.with_suffix(".part")
+        cut: JsonObject = {} if is_whole else {"incomplete": True}
+        part.write_text(json.dumps(made | cut | result, indent=1, default=str) + "\n")
+        part.replace(path)  # who reads meanwhile has the one or the other
+        if is_whole:
+            print(path)
+
+    return write
 
 
 def fault_of(reason: str | None, n_tokens: int, asked: int) -> str:

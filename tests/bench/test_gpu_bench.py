@@ -146,9 +146,18 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     arguments.layers = 8
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0 and asked[-1][1:] == (None, 8)
     assert len([*out.glob("gpu-qwen3.5-27b-layers-8-*.json")]) == 1
+    assert gpu_tables.decodes(Runs(tmp_path)).startswith("No run"), "a lever is off"
+    found["levers"]["pdl"] = True
+    file.write_text(json.dumps(found))
     made = gpu_tables.decodes(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made
+    monkeypatch.setattr(gpu, "prefill_ms", lambda engine, n: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-0.8b"))
+    (file,) = out.glob("gpu-qwen3.5-0.8b-*.json")
+    found = json.loads(file.read_text())
+    assert found["incomplete"] and [row["n"] for row in found["rows"]] == [1, 128], "what was measured is kept"
 
 
 @pytest.mark.long
@@ -178,7 +187,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(drafts, "accept_rows", lambda *_: rows)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        as_chip=None, n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8"
+        as_chip=None, n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8", dummy_head=None
     )
     assert drafts.bench(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
@@ -193,7 +202,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     found["code"]["modified"] = False  # where this test runs the tree may have changes
     file.write_text(json.dumps(found))
     made = gpu_tables.drafts(Runs(tmp_path), of_blocks=True)
-    assert "with the block drafter" in made and "| qwen3.5-27b | 1 | 0.8 | 20.0 | 8.00, 2.50 | 2.50 |" in made
+    assert "with the block drafter" in made and "| qwen3.5-27b, dflash | 1 | 0.8 | 20.0 | 8.00, 2.50 | 2.50 |" in made
 
 
 def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +210,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runner = GpuTextRunner.__new__(GpuTextRunner)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_shards=1, n_pages=9), raising=False)
+    monkeypatch.setattr(runner, "levers", Levers(), raising=False)
     monkeypatch.setattr(
         contexts, "replay_ms", lambda runner, n, n_keys, *n_more: asked.append((n, n_keys + prod(n_more) + 10)) or 20.0
     )
@@ -210,8 +220,8 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = SimpleNamespace(run=SimpleNamespace(shape=shape), engine=lambda levers, n: engine, device=device)
     monkeypatch.setattr(contexts, "need_gpu", lambda *_: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
-    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format: model))
-    given = dict(n="1,8", format=None, out=str(tmp_path / "2026-01-01-h200"))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format, layers: model))
+    given = dict(n="1,8", format=None, layers=None, out=str(tmp_path / "2026-01-01-h200"))
     assert (
         contexts.bench(
             argparse.Namespace(as_chip=None, context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")

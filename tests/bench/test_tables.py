@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import figures, gpu_tables, peer_tables, peers, tables
+from bench import gpu_tables, peer_tables, tables
 from bench.kept import Runs
 from bench.tables import DOCUMENTS, ROOT, filled
-from deltic.__main__ import parser
 from deltic.bench.provenance import checked
-from deltic.commands.settings import own_arguments
 from deltic.engine.messages import Output
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])")
@@ -273,49 +268,6 @@ def test_a_part_in_a_sentence_stays_in_it(tmp_path: Path) -> None:
     text = "It runs. <!-- table peers-claim -->old<!-- end --> More."
     made = filled(text, Runs(tmp_path), ROOT / "README.md")
     assert made == "It runs. <!-- table peers-claim -->No run beside another engine is kept.<!-- end --> More."
-
-
-@pytest.mark.parametrize("plan", sorted(figures.PLANS))
-def test_every_step_can_be_chosen_and_its_commands_are_whole(plan: str) -> None:
-    words = dict.fromkeys(("out", "scratch", "peers", "published", "threads", "peer_minutes"), "W")
-    for step in figures.PLANS[plan]:
-        assert figures.chosen(figures.PLANS[plan], step.name, "") == [step]
-        assert step not in figures.chosen(figures.PLANS[plan], "", step.name)
-        assert all("{" not in command.format(**words) for command in step.commands)
-        for command in step.commands:
-            name, *given = shlex.split(command.format(**words))[2:] or [""]
-            if name == "deltic":
-                parser().parse_args(given)
-            elif name == "bench.peers":
-                peers.parse([part.replace("W", "1") for part in given])
-            elif name in ("bench.start", "bench.stalls"):
-                own_arguments(importlib.import_module(name).parsed(given))
-            elif name == "bench.soak":
-                importlib.import_module("bench.soak.soak").parsed(given)
-    with pytest.raises(ValueError, match="no step nothing; there are"):
-        figures.chosen(figures.PLANS[plan], "nothing", "")
-
-
-def test_steps_without_time_are_passed_over_and_copies_get_their_commit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write = f"""python -c 'import json; json.dump({{{{"client": {{{{"version": "1"}}}}}}}}, open("{tmp_path}/x.json", "w"))'"""
-    steps = [figures.Step("a", 0.1, (write,)), figures.Step("b", 100, ()), figures.Step("c", 0.1, ("python -c 1/0",))]
-    arguments = argparse.Namespace(plan="cpu", minutes=1.0, peers="p", published="q", commit="abc")
-    assert figures.run(steps, arguments, tmp_path, tmp_path) == ["b", "c"]
-    assert json.loads((tmp_path / "x.json").read_text())["client"] == {
-        "version": "1",
-        "commit": "abc",
-        "modified": False,
-    }
-    said = capsys.readouterr().out
-    assert "[2/3] b: about 100 minutes" in said and "passed over" in said and "FAILED with status 1" in said
-
-
-def test_a_changed_tree_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(figures, "code", lambda: {"modified": True})
-    assert figures.main(["cpu"]) == 1
-    assert "commit them" in capsys.readouterr().err
 
 
 def test_a_format_that_is_worse_than_the_peers_is_named(tmp_path: Path) -> None:
