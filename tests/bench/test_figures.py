@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import tarfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import figures
+from bench import figures, gpu_tables, tables
 from bench.check import check, parsed
 from bench.gpu_tables import goes_by_host, is_plain
 from bench.kept import Runs
@@ -248,3 +250,88 @@ def test_a_run_that_was_cut_makes_no_table(tmp_path: Path) -> None:
 def test_what_is_taken_for_a_plain_run(more: dict[str, Any], plain: bool, by_host: bool) -> None:
     data = {"device": "NVIDIA H200", "levers": {"pdl": True, "peer": True}} | more
     assert (is_plain(data), goes_by_host(data)) == (plain, by_host)
+
+
+def keep(directory: Path, name: str, **data: Any) -> None:
+    """A result file of a clean tree."""
+    directory.mkdir(exist_ok=True)
+    machine = {"machine": {"cpu": "A CPU", "cores": 2}, "device": "NVIDIA H200", "date": "2026-01-01"}
+    roofs = {"code": {"commit": "c0ffee", "modified": False}, "roofs": {"read": 4e12, "multiply": 8e14}}
+    (directory / name).write_text(json.dumps(machine | roofs | data))
+
+
+def step(n: int, ms: float) -> dict[str, Any]:
+    return {"n": n, "step_ms": ms, "round_ms": [ms, ms + 1], "roof": 0.5, "launches": 9}
+
+
+def test_runs_by_the_hosts_memory_and_of_some_layers_stand_alone(tmp_path: Path) -> None:
+    out, on, off = tmp_path / "h200", {"peer": True, "pdl": True}, {"peer": False, "pdl": True}
+    given = {"gpus": 2, "cuts": 2, "prefill": {}, "prompt": 128, "output": 96}
+    keep(out, "gpu-parallel-qwen3.5-27b-fp8-1.json", shape="qwen3.5-27b-fp8", rows=[step(1, 5.0)], levers=on, **given)
+    keep(out, "gpu-parallel-qwen3.5-27b-fp8-2.json", shape="qwen3.5-27b-fp8", rows=[step(1, 9.0)], levers=off, **given)
+    large = "qwen3.5-397b-a17b-fp8-layers"
+    for n, ms in ((4, 2.0), (8, 3.0)):
+        name, some = f"gpu-parallel-{large}-{n}-1.json", given | {"layers": n}
+        keep(out, name, shape=f"{large}-{n}", rows=[step(1, ms), step(64, 4 * ms)], levers=on, **some)
+    runs = Runs(tmp_path)
+    assert "| qwen3.5-27b-fp8, 2 GPUs | 5.00 (5.00 .. 6.00) |" in gpu_tables.parallel(runs)
+    assert "9.00" not in gpu_tables.parallel(runs) and "397b" not in gpu_tables.parallel(runs)
+    assert "| qwen3.5-27b-fp8, 2 GPUs, by the host's memory | 9.00" in gpu_tables.through_host(runs)
+    made = gpu_tables.layers(runs)  # 3 + 52 x 0.25
+    assert "| 1 | 2.00 | 3.00 | 0.250 | 16.0 |" in made and "qwen3.5-397b-a17b-fp8 on 2 GPUs" in made
+
+
+def test_tables_of_bits_tests_and_streams(tmp_path: Path) -> None:
+    out, runs = tmp_path / "h200", Runs(tmp_path)
+    for table in ("gpu-same-bits", "gpu-native", "gpu-streams", "gpu-through-host", "gpu-layers", "gpu-sums"):
+        assert tables.TABLES[table](runs).startswith("No run of a clean tree is kept; `python -m bench.figures gpu-")
+    rows = [{"gpus": n, "compared": 41, "tokens": 1968, "differ": 0} for n in (1, 2)]
+    keep(out, "gpu-same-bits-qwen3.5-27b-fp8-1.json", shape="qwen3.5-27b-fp8", cuts=8, rows=rows)
+    counts = {"passed": 25, "skipped": 1}
+    keep(out, "gpu-native-as-sm_89-1.json", shape="as-sm_89", counts=counts)
+    flash = {"shape": "qwen3.8-flash-next-fp8-layers-12", "prefill": {}, "gpus": 1, "cuts": 1, "layers": 12}
+    keep(out, "gpu-qwen3.8-flash-next-fp8-layers-12-1.json", rows=[step(8, 7.0)], **flash)
+    behind = [{"n": 8, "context": length, "ms": 3.0, "roof": 0.5} for length in (4096, 32768)]
+    keep(out, "gpu-context-qwen3.8-flash-next-fp8-1.json", rows=behind, kv_cache_dtype="bf16", **flash)
+    for kind, way in (("allreduce", "one kernel"), ("allreduce-e4m3", "three kernels")):
+        sums = {"rows": [{"rows": 4, "way": way, "us": [6.0, 7.0, 8.0]}], "gpus": 4, "width": 5120, "link": 3e11}
+        keep(out, f"{kind}-4x5120-1.json", bench=kind, **sums)
+    runs = Runs(tmp_path)
+    assert "| qwen3.5-27b-fp8 | 8 | 2 | 41 | 1,968 | 0 |" in gpu_tables.same_bits(runs)
+    assert "| as-sm_89 | NVIDIA H200 | 25 | 0 | 1 |" in gpu_tables.native(runs)
+    made = gpu_tables.streams(runs)
+    assert (
+        "| qwen3.8-flash-next-fp8-layers-12 | 7.00 (7.00 .. 8.00) |" in made
+        and "| bf16 | 8 | 3.00, 50 % | 3.00, 50 % |" in made
+    )
+    made = gpu_tables.sums(runs)
+    assert "rounded to e4m3, too; a large copy" in made and "| 4 | 7.00 (6.00 .. 8.00) | 0.273 |" in made
+
+
+def test_what_came_of_tests_is_kept(tmp_path: Path) -> None:
+    """A run that is cut has what ended before; failures have their last line."""
+    from bench.gpu.native import Kept
+
+    written = list[dict[str, Any]]()
+    kept = Kept(lambda **told: written.append(json.loads(json.dumps(told))))
+    for name, when, outcome, told in (
+        ("a.py::one", "setup", "passed", None), ("a.py::one", "call", "passed", None), ("a.py::one", "teardown", "passed", None),
+        ("b.py::two", "setup", "failed", "trace\nE  no GPU"), ("b.py::three", "setup", "skipped", None),
+    ):  # fmt: skip
+        kept.pytest_runtest_logreport(
+            SimpleNamespace(nodeid=name, when=when, outcome=outcome, longrepr=told, duration=0.04)
+        )
+    assert kept.write(is_whole=True) == {"passed": 1, "failed": 1, "skipped": 1}
+    assert written[-1]["files"] == {"a.py": {"passed": 1}, "b.py": {"failed": 1, "skipped": 1}}
+    assert written[-1]["failures"] == {"b.py::two": "E  no GPU"} and written[-1]["is_whole"]
+
+
+@pytest.mark.parametrize(("chosen", "status"), [("messages", 0), ("nothing_is_called_so", 1)])
+def test_tests_are_run_and_counted(chosen: str, status: int, tmp_path: Path) -> None:
+    """A run without any test is no success."""
+    command = [sys.executable, "-m", "bench.gpu.native", "--name", "few", "--out", str(tmp_path), "-k", chosen]
+    done = subprocess.run([*command, "tests/null/test_words.py"], cwd=figures.ROOT, capture_output=True, text=True)
+    assert done.returncode == status and "few on interpreter" in done.stdout
+    (file,) = tmp_path.glob("gpu-native-few-*.json")
+    found = json.loads(file.read_text())
+    assert "incomplete" not in found and (found["counts"].get("passed", 0) > 0) == (status == 0)
