@@ -16,6 +16,7 @@ from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.chip import CHIPS, HOPPER, chip
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
+from deltic.ops.gpu.launch import launches
 from deltic.ops.gpu.linear import (
     Narrow,
     WideScratch,
@@ -303,6 +304,29 @@ def test_slices_and_blocks_of_k(device: str, name: str) -> None:
         for s in range(splits):
             part = slice(s * width, (s + 1) * width)
             close(out[s], multiplied(x[:, part], name), values[:, part])
+
+
+@pytest.mark.parametrize(
+    "runs", [((70, "Q6_K"), (150, "Q4_K"), (6, "bf16")), ((40, "fp8"), (20, "Q8_0"), (70, "bf16"))]
+)
+def test_three_segments_are_one_launch(device: str, runs: tuple[tuple[int, str], ...]) -> None:
+    """Whatever their order and their formats, with several tiles each, of few rows and of many."""
+    m = sum(height for height, _ in runs)
+    w, values = put(device, m, 512, *runs)
+    for n in (1, 40):
+        x = torch.randn(n, 512).bfloat16().to(device)
+        sums, rows = torch.full((2, n, m), torch.nan, device=device), fp8_scratch(device, 64, 512)
+        has_e4m3, launches.n = any(name == "fp8" for _, name in runs), 0
+        narrow_linear(x, w, sums, rows=rows)
+        assert launches.n == 1 + has_e4m3  # rows are rounded by a kernel
+        for segment, columns, of in zip(
+            w.segments, sums.split([height for height, _ in runs], -1), values.split([h for h, _ in runs]), strict=True
+        ):
+            close(columns.sum(0), multiplied(x, segment.format.name), of)
+            alone = torch.full((2, n, segment.n), torch.nan, device=device)
+            narrow_linear(x, Matrix(segment.n, 512, (segment,)), alone, rows=rows)
+            if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
+                assert torch.equal(columns, alone)
 
 
 def test_a_matrix_in_several_formats(device: str) -> None:

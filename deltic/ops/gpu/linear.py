@@ -10,7 +10,7 @@ blocks 64 / 128, so an element has the same bits in any batch.
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
 Triton kernel. Both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
-A weight is a Matrix, whose segments are multiplied one after another, of narrow products two beside each
+A weight is a Matrix, whose segments are multiplied one after another, of narrow products three beside each
 other: a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other
 formats than bf16 the narrow kernel makes operands of a segment on their way to the tensor cores
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
@@ -164,13 +164,15 @@ def _narrow_tile(
 
 @triton.jit(do_not_specialize=["n"])
 def _narrow_kernel(
-    p_x, p_codes, p_x_scale, p_w, p_out, p_w_2, p_out_2, n, m, m_2, k, k_slice, out_split, out_row,
+    p_x, p_codes, p_x_scale, p_w, p_out, p_w_2, p_out_2, p_w_3, p_out_3, n, m, m_2, m_3, k, k_slice, out_split, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
     UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K_2: tl.constexpr,
-    EVEN_M_2: tl.constexpr, CODES_2: tl.constexpr, SCALES_2: tl.constexpr, GROUP_2: tl.constexpr, PDL: tl.constexpr,
+    EVEN_M_2: tl.constexpr, CODES_2: tl.constexpr, SCALES_2: tl.constexpr, GROUP_2: tl.constexpr,
+    BLOCK_K_3: tl.constexpr, EVEN_M_3: tl.constexpr, CODES_3: tl.constexpr, SCALES_3: tl.constexpr,
+    GROUP_3: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Multiplies by one segment, or by two beside each other: the first programs have the second, which is
-    the smaller one.
+    """Multiplies by one segment, or by two or three beside each other: the first programs have the third, then
+    come those of the second, each smaller than the one before.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -178,18 +180,27 @@ def _narrow_kernel(
     # the token tiles of one weight tile are neighbours: the second finds the weights in the L2 cache
     i_m = tl.program_id(0) // n_blocks
     i_n = tl.program_id(0) % n_blocks
-    if p_w_2 is not None:
-        i_m -= tl.cdiv(m_2, BLOCK_M)
-        if i_m < 0:
+    if p_w_2 is None:
+        is_other: tl.constexpr = False
+    else:
+        i_m -= tl.cdiv(m_2, BLOCK_M) + (tl.cdiv(m_3, BLOCK_M) if p_w_3 is not None else 0)
+        is_other = i_m < 0
+    if is_other:
+        i_m += tl.cdiv(m_2, BLOCK_M)
+        if p_w_3 is None:
+            is_third: tl.constexpr = False
+        else:
+            is_third = i_m < 0
+        if is_third:
             _narrow_tile(
-                p_x, p_codes, p_x_scale, p_w_2, p_out_2, i_m + tl.cdiv(m_2, BLOCK_M), i_n, n, m_2, k, k_slice,
-                out_split, out_row, BLOCK_M, BLOCK_N, BLOCK_K_2, EVEN_M_2, False, UNROLL, CODES_2, SCALES_2, GROUP_2,
+                p_x, p_codes, p_x_scale, p_w_3, p_out_3, i_m + tl.cdiv(m_3, BLOCK_M), i_n, n, m_3, k, k_slice,
+                out_split, out_row, BLOCK_M, BLOCK_N, BLOCK_K_3, EVEN_M_3, False, UNROLL, CODES_3, SCALES_3, GROUP_3,
                 PDL,
             )
         else:
             _narrow_tile(
-                p_x, p_codes, p_x_scale, p_w, p_out, i_m, i_n, n, m, k, k_slice, out_split, out_row, BLOCK_M, BLOCK_N,
-                BLOCK_K, EVEN_M, False, UNROLL, CODES, SCALES, GROUP, PDL,
+                p_x, p_codes, p_x_scale, p_w_2, p_out_2, i_m, i_n, n, m_2, k, k_slice, out_split, out_row, BLOCK_M,
+                BLOCK_N, BLOCK_K_2, EVEN_M_2, False, UNROLL, CODES_2, SCALES_2, GROUP_2, PDL,
             )
     else:
         _narrow_tile(
@@ -258,6 +269,8 @@ def k_splits(m: int, k: int) -> int:
     return _slices(m, k) if bound_levers().split_k else 1
 
 
+BESIDE = 3
+"""Segments of one launch: of a file that mixes types DeltaNet's qkv, z, and b and a."""
 WHOLE_TILES = 128
 """Multiple of the rows of every tile of a weight."""
 VENDOR_ROWS = 32
@@ -368,9 +381,9 @@ def _multiply(
     x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, config: Narrow | None,
     rows: Fp8Rows | None = None, in_blocks: bool = False,
 ) -> None:
-    """The narrow kernel. parts: one segment or two, each with its out: [S, N, M] float32, or [N, M] (of
+    """The narrow kernel. parts: one to three segments, each with its out: [S, N, M] float32, or [N, M] (of
     SwiGLU [N, M / 2]), S = 1, columns of one tensor. rows: x rounded, for e4m3, by blocks of a slice.
-    in_blocks: the larger segment has `block_scales`.
+    in_blocks: the largest segment has `block_scales`.
     """
     parts = sorted(parts, key=lambda part: part[0].n, reverse=True)
     (segment, out), *others = parts
@@ -384,20 +397,24 @@ def _multiply(
     sizes = n, m_used, k // splits, splits
     c = config or (narrow_config(*sizes) if segment.format.codes == "bf16" else decoded_config(*sizes, segment.format))
     _check_segment(segment, out, k // splits, c.block_k)
-    second: tuple[Tensor | None, Tensor | None] = None, None
-    m_2, block_2, format_2 = 0, c.block_k, segment.format
-    for segment_2, out_2 in others:
-        second, m_2, format_2 = (address(segment_2), out_2), segment_2.n, segment_2.format
-        block_2 = _block_beside(c, segment.format, format_2, n, k // splits)
-        _check_segment(segment_2, out_2, k // splits, block_2)
+    beside: list[Tensor | None] = [None] * 4
+    heights, said = [0, 0], dict[str, int]()
+    for i in (0, 1):
+        block, format = c.block_k, segment.format
+        if i < len(others):
+            other, beside[2 * i + 1] = others[i]
+            heights[i], format, beside[2 * i] = other.n, other.format, address(other)
+            block = _block_beside(c, segment.format, format, n, k // splits)
+            _check_segment(other, others[i][1], k // splits, block)
+        of_other = {"BLOCK_K": block, "EVEN_M": heights[i] % c.block_m == 0} | constants(format)
+        said |= {f"{name}_{i + 2}": value for name, value in of_other.items()}
     tokens, operand = _token_tile(n), (x, None, None) if rows is None else (x, rows.codes, rows.scale)
+    n_tiles = sum(-(-height // c.block_m) for height in (m_used, *heights))
     launch(
-        _narrow_kernel, ((-(-m_used // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand,
-        address(segment), out, *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0,
-        out.stride(-2), BLOCK_M=c.block_m, BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu,
-        UNROLL=c.unroll, **constants(segment.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
-        **{f"{name}_2": value for name, value in constants(format_2).items()}, num_warps=c.num_warps,
-        num_stages=c.num_stages,
+        _narrow_kernel, (n_tiles * -(-n // tokens), splits), *operand, address(segment), out, *beside, n, m, *heights,
+        k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m, BLOCK_N=tokens,
+        BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll, **constants(segment.format),
+        **said, num_warps=c.num_warps, num_stages=c.num_stages,
     )
 
 
@@ -476,8 +493,8 @@ def narrow_linear(
     if codes is not None and not ours and is_whole and vendor_pays_e4m3(w.whole, unsplit):
         fp8_linear(codes, w.whole, unsplit, blocks=blocks if n >= BLOCKS_ROWS else None)
         return
-    for i in range(0, len(parts), 2):
-        _multiply(x, parts[i : i + 2], False, config, codes, in_blocks=i == 0 and blocks is not None)
+    for i in range(0, len(parts), BESIDE):
+        _multiply(x, parts[i : i + BESIDE], False, config, codes, in_blocks=i == 0 and blocks is not None)
 
 
 def narrow_swiglu(
