@@ -150,3 +150,25 @@ def events(runs: Runs) -> str:
         f"publisher's {block['encode_us']:.1f}."
     )
     return "\n\n".join((grid(header, rows), text, source([told[-1], *spent], predict, cost)))
+
+
+def stages(runs: Runs) -> str:
+    """One model on two machines beside one."""
+    again = "python -m bench.stages --quantize int8"
+    found = runs.newest("stages-*.json")
+    if not found:
+        return missing(again)
+    rows, data = [], found[-1].data
+    for (n, prompt, answer), of in groupby(data["rows"], lambda row: (row["n"], row["prompt"], row["answer"])):
+        each, kind = list(of), "step" if answer > 1 else "prompt"
+        what = f"a token of each of {n}" if answer > 1 else f"a prompt of {prompt} tokens"
+        alone, staged = ([row[side][f"{kind}_ms"] for row in each] for side in ("alone", "staged"))
+        more = [two - one for one, two in zip(alone, staged, strict=True)]
+        n_bytes = median(row["staged"][f"{kind}_bytes"] for row in each) / (n if answer > 1 else prompt)
+        rows.append([what, ranged(alone), ranged(staged), ranged(more), f"{n_bytes:,.0f}"])
+    header = ["", "one machine, ms", "two, ms", "more, ms, of a pair", "bytes a token"]
+    text = (
+        f"{data['shape']} in {data['quantize'] or 'bfloat16'}, a thread a machine; machines are network namespaces of one, joined by a "
+        f"link. It was not quiet: load {data['load']:.1f} at the end. Both drew the same tokens."
+    )
+    return "\n\n".join((grid(header, rows), text, source([found[-1]], again)))

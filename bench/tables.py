@@ -515,6 +515,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "routed-soak": routed_tables.soak,
     "shared-tier": routed_tables.shared,
     "kv-events": routed_tables.events,
+    "stages": routed_tables.stages,
 }
 
 

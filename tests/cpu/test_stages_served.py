@@ -3,6 +3,7 @@ hang are processes that are killed or stopped."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,18 @@ from tests.waiting import wait_for
 
 PROMPT = "A long time ago, in a village by the sea, there lived an old woman with a grey cat. " * 6
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "n",
+        "schema": {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2, 3]}, "is": {"enum": ["red", "blue"]}},
+            "required": ["n", "is"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +60,8 @@ def ask(served: Served) -> list[Any]:
     ):
         (*choices,) = served.complete(max_tokens=24, logprobs=3, **fields)["choices"]
         found += [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-    return found
+    answer = served.chat(temperature=0, max_tokens=40, response_format=FORM).choices[0]
+    return [*found, (answer.message.content, answer.finish_reason)]
 
 
 def loses(staged: Served, fault: Callable[[], None]) -> tuple[int, str]:
@@ -72,7 +86,8 @@ def is_ready(served: Served) -> bool:
 
 
 def test_answers_are_one_machines(staged: Served, served: Served) -> None:
-    assert ask(staged) == ask(served)
+    assert ask(staged) == (expected := ask(served))
+    assert set(json.loads(expected[-1][0])) == {"n", "is"}  # masks of a grammar are told, too
     assert ask(staged) == ask(served)
 
 
