@@ -120,7 +120,7 @@ class EngineConfig:
     )
     expert_memory: float | None = knob(
         None,
-        "GB of memory for the routed experts of a mixture; those that do not fit stay outside, on a GPU in the host's memory, on a "
+        "GB of memory, on each GPU, for the routed experts of a mixture; those that do not fit stay outside, on a GPU in the host's memory, on a "
         "CPU on the disk (a packed model, or --weights-cache), and answers stay the same, to the bit (default: all of them, else "
         "what fits)",
         metavar="GB",

@@ -86,10 +86,11 @@ class GpuModel:
         def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
             return run.load(store, silent, part)[0]
 
+        has_experts = config.expert_memory is None
         weights = (
-            device.parts(run.cuts, load)
+            device.parts(run.cuts, load, has_experts)
             if run.cuts
-            else [[load(DeviceStore("cuda", has_experts=config.expert_memory is None), None)]]
+            else [[load(DeviceStore("cuda", has_experts=has_experts), None)]]
         )
         return cls(run, device, weights, format, n_layers)
 
@@ -112,7 +113,7 @@ class GpuModel:
         in_host = sum(s.data.nbytes for s in self.weights[0][0].embed.segments if not s.data.is_cuda)
         free = self.device.free_bytes() + max(held) - in_host
         if self.run.config.expert_memory is not None:
-            free -= sum(memory.nbytes for memory in self.weights[0][0].experts().values())
+            free -= sum(memory.nbytes for part in self.weights[0] for memory in part.experts().values())
         levers = replace(levers, peer=levers.peer and self.device.levers.peer)
         kind = gpu.TextOnGpu(levers)
         kind.check(model.shape)

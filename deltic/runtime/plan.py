@@ -125,7 +125,7 @@ class Plan(Generic[S]):
     are with the other weights, or on a CPU.
     """
     outside_bytes: int = 0
-    """Bytes of routed experts that are not counted among the weights: on a GPU all of them, in the host's
+    """Bytes of routed experts that are not counted among the weights: of all GPUs all of them, in the host's
     memory; on a CPU those for which the disk is read.
     """
 
@@ -451,11 +451,11 @@ class SpeechKind(Kind[SpeechShape]):
 
 
 def brought(plan: TextPlan, n_seqs: int) -> float:
-    """Bytes of experts that a decode of n_seqs sequences brings from outside, by even routing: on a GPU of
+    """Bytes of experts that a decode of n_seqs sequences brings from outside, by even routing: to each GPU of
     those in no slot, on a CPU as many of those that it uses as of all.
     """
     used = 1 - (1 - plan.shape.n_experts_per_tok / plan.shape.n_experts) ** n_seqs
-    return plan.outside_bytes * used * (1 - plan.n_expert_slots / plan.shape.n_experts)
+    return plan.outside_bytes / plan.n_gpus * used * (1 - plan.n_expert_slots / plan.shape.n_experts)
 
 
 def asked_plan(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:

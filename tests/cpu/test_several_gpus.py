@@ -88,7 +88,10 @@ TABLE: dict[str, tuple[str, str, str]] = {
         f"{BLOCK}::test_random_schedules_keep_their_bits",
         *(f"{PARTS}::test_parts_guess_blocks[dflash]",) * 2,
     ),
-    "experts outside the GPU": ("gpu/test_gpu_experts.py::test_answers_are_those_of_a_model_on_the_gpu", *refused("experts")),
+    "experts outside the GPU": (
+        "gpu/test_gpu_experts.py::test_answers_are_those_of_a_model_on_the_gpu",
+        *(f"{PARTS}::test_experts_outside_of_parts",) * 2,
+    ),
     "speech": ("gpu/test_gpu_speech.py::test_a_batch_changes_nothing", *refused("speech")),
     "several models of a server": (
         "null/test_several_models.py::test_the_official_client_finds_them_all",
@@ -99,11 +102,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
 """By feature, the test of each: on one GPU, on two, in two parts on one (`--tp-invariant 2`)."""
 
 PARTED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": (
-        {"expert_memory": 1.0, "dummy": "qwen3.5-35b-a3b"},
-        "--expert-memory 1.0: experts are outside of one GPU",
-    ),
-    "speech": ({"dummy": "qwen3-tts-0.6b"}, "--tensor-parallel 2|--tp-invariant 2"),
+    "speech": ({"dummy": "qwen3-tts-0.6b"}, "--tensor-parallel 2|--tp-invariant 2")
 }
 """What is refused with a model in parts: settings, and what is said."""
 

@@ -51,6 +51,7 @@ from deltic.ops.gpu.weight import mapped_memory
 from deltic.ops.matrix import Matrix
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.plan import brought
 from tests.gpu.test_gpu_drafts import SMALL, small_checkpoint
 from tests.gpu.test_gpu_engine import HAS_GPU, Entry, answers, prompt, request
 from tests.gpu.test_gpu_lora import adapter_of
@@ -377,11 +378,17 @@ def test_a_plan_leaves_outside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch
         make_plan(gpu.text, dense, 80 * 10**9, host_free_bytes=64 * 10**9)
 
 
-def test_several_gpus_are_refused_by_name() -> None:
-    """As is one that runs the parts of several."""
-    for more, gpu in (({"tensor_parallel": 2}, Gpu((), 2)), ({"tp_invariant": 2}, Gpu((), 1, 2))):
-        config = EngineConfig(dummy="qwen3.6-35b-a3b", expert_memory=1.0, device="cuda", **more)
-        with pytest.raises(
-            ConfigError, match=r"--expert-memory 1.0: experts are outside of one GPU, .*--tp-invariant; leave it out"
-        ):
-            make_plan(gpu.text, settle(config, gpu), 80 * 10**9, host_free_bytes=64 * 10**9)
+def test_each_of_several_gpus_has_slots_for_its_part() -> None:
+    """Twice as many in the same memory; the host has all parts, and each GPU's link brings its own."""
+    plans = []
+    for more, gpu in (({}, Gpu()), ({"tensor_parallel": 2}, Gpu((), 2)), ({"tp_invariant": 2}, Gpu((), 1, 2))):
+        config = EngineConfig(dummy="qwen3.6-35b-a3b", quantize="int4", expert_memory=4.0, device="cuda", **more)
+        plans.append(make_plan(gpu.text, settle(config, gpu), 80 * 10**9, host_free_bytes=64 * 10**9))
+        assert plans[-1].workspace["expert slots"] <= 4e9 < plans[-1].workspace["expert slots"] * 1.02
+    one, two, parts = plans
+    assert one.outside_bytes == pytest.approx(two.outside_bytes, rel=0.01) and two.outside_bytes == parts.outside_bytes
+    assert two.n_expert_slots == pytest.approx(2 * one.n_expert_slots, abs=2)
+    assert parts.n_expert_slots == pytest.approx(one.n_expert_slots, abs=2)
+    assert brought(parts, 8192) == pytest.approx(brought(one, 8192), rel=0.03)
+    away = 1 - two.n_expert_slots / 256
+    assert brought(two, 8192) == pytest.approx(two.outside_bytes / 2 * away)

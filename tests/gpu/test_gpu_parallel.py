@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 from deltic.config import EngineConfig
+from deltic.engine.events import ExpertStats
 from deltic.engine.step import RunnerLostError
 from deltic.host.client import EngineClient
 from deltic.ops.geometry import PAGE_SIZE
@@ -61,6 +62,14 @@ def test_a_runner_that_was_lost_stays_so() -> None:
         runner.on_all(lambda number: number if number == 1 else refuse())
     with pytest.raises(RunnerLostError, match="GPU 1 of 2"):
         runner.on_all(lambda number: number)
+
+
+def test_experts_are_counted_once_and_bytes_of_every_link() -> None:
+    runner = object.__new__(ParallelRunner)
+    runner.runners = [SimpleNamespace(outside=SimpleNamespace(seen=[5, 3, 300 + i, 20])) for i in range(2)]
+    assert runner.experts == ExpertStats(5, 3, 601, 40)
+    runner.runners = [SimpleNamespace(outside=None)] * 2
+    assert runner.experts is None
 
 
 def test_a_thread_holds_nothing_of_its_last_call() -> None:

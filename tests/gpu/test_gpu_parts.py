@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,13 @@ import torch
 pytest.importorskip("triton")
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
+from deltic.engine.events import ExpertStats
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.loading import COUNTED_ROWS
+from deltic.models.qwen import gpu
 from deltic.models.qwen.shard import Cuts, whole
 from deltic.models.qwen.weights import empty_weights, load_weights
-from deltic.ops.gpu import all_reduce
+from deltic.ops.gpu import all_reduce, moe_decode
 from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import Adapters
@@ -61,7 +63,7 @@ from tests.gpu.test_gpu_tensor_parallel import (
 from tests.heads import run as step
 from tests.heads import sequence
 from tests.planned import settled
-from tests.tiny import new_directory, tiny_checkpoint, tiny_embedder
+from tests.tiny import new_directory, set_sizes, tiny_checkpoint, tiny_embedder
 from tests.tiny_drafter import tiny_drafter, write_drafter
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
@@ -176,6 +178,37 @@ def test_two_ranks_and_one_with_both_parts(name: str) -> None:
     assert error(with_one, wanted) < 0.1 and error(without, plain) < 0.06
     assert error(with_one, plain) > 4 * error(with_one, wanted), "it changes what is answered"
     assert with_one.prompts[1] == without.prompts[1], "of the one beside it nothing"
+
+
+@pytest.mark.long
+@interpreted
+def test_experts_outside_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, and one that has both parts, answer as two whose experts are inside; each brings what its parts lack."""
+
+    def counted(runner: GpuTextRunner) -> tuple[Answers, ExpertStats | None]:
+        return told(runner), runner.experts
+
+    tiles = moe_decode.moe_tiles  # one row is routed as several are, as where experts are outside
+    monkeypatch.setattr(moe_decode, "moe_tiles", lambda n, w: replace(tiles(n, w), alone=False))
+    with pytest.MonkeyPatch.context() as patch:
+        set_sizes(patch, SIZES | {"EXPERT_WIDTH": 64, "SHARED_WIDTH": 64})
+        path = tiny_checkpoint("moe", seed=4)
+    directory, plan = plan_of("moe", model=str(path))
+    expected, nothing = of_ranks(directory, plan, counted)
+    directory, plan = plan_of("moe", model=str(path), expert_memory=0.0)
+    assert nothing is None and plan.n_expert_slots == 1 and plan.outside_bytes % N_RANKS == 0
+    found, of_rank = of_ranks(directory, plan, counted)
+    monkeypatch.setattr(gpu, "AHEAD_BLOCKS", 1)  # layers' experts come while the layer in front computes
+    one = make_runner(directory, N_RANKS, expert_memory=0.0, tp_invariant=N_RANKS)
+    assert one.plan.outside_bytes == plan.outside_bytes and one.plan.weight_bytes > plan.weight_bytes
+    assert found == expected == told(one)
+    of_both = one.experts
+    assert (of_both.n_hits, of_both.n_fetched, of_both.n_bytes) == (
+        of_rank.n_hits,
+        of_rank.n_fetched,
+        N_RANKS * of_rank.n_bytes,
+    )
+    assert of_rank.n_bytes > of_rank.n_fetched > 0 and of_both.n_prefill_bytes >= N_RANKS * of_rank.n_prefill_bytes > 0
 
 
 def error(found: Answers, expected: Answers) -> float:

@@ -126,7 +126,7 @@ def of_ranks(
     """
     workspaces = [gpu_workspace(plan.of_gpu(i), shared) for i in range(plan.n_gpus)]
     in_host = None if bound_levers().peer else meeting(plan, shared, is_in_host=True)
-    store, weights = DeviceStore("cpu"), []
+    store, weights = DeviceStore("cpu", has_experts=not plan.n_expert_slots), []
     for i, cuts in enumerate(plan.cuts):  # here: in a process that was forked, torch's own threads fail at times
         if directory is None:
             weights.append(dummy_weights(cuts.shape, i, store=store))

@@ -77,7 +77,8 @@ class QwenGpu:
         experts: of one whose routed experts are in the host's memory.
         """
         self.shape, self.weights = shape, weights[0]
-        self.shards = [Shard(*one) for one in zip_longest(weights, targets)]
+        outside = [] if experts is None else experts.layers
+        self.shards = [Shard(*one) for one in zip_longest(weights, targets, outside)]
         self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.routing = Routing(shape.n_experts_per_tok, shape.norm_topk_prob)
@@ -346,7 +347,7 @@ class QwenGpu:
             return shard.linears.partial(down, inner, flat, codes, who)
         assert b.moe is not None
         partial = front(flat, shape.n_experts_per_tok + 1, n, shape.hidden_size)
-        held, adapters = None if self.experts is None else self.experts.layers[name], shard.linears.experts(name, who)
+        held, adapters = None if shard.outside is None else shard.outside[name], shard.linears.experts(name, who)
         scratch = replace(b.moe, x8=normed.codes, expert_slots=held)
         moe_decode(normed.rows, mlp, self.routing, row_slot=row_slot, scratch=scratch, out=partial, adapters=adapters)
         return partial
@@ -578,7 +579,7 @@ class QwenGpu:
             shard.linears.down_many(f"{name}down", up, inner, y, b.wide, who)
         else:
             assert b.moe is not None
-            stage = None if self.experts is None else self.experts.stage(i, is_filled=t >= AHEAD_BLOCKS * BLOCK)
+            stage = None if self.experts is None else self.experts.stage(i, i_shard, t >= AHEAD_BLOCKS * BLOCK)
             scratch, adapters = replace(b.moe, x8=normed.codes, stage=stage), shard.linears.experts(name, who)
             moe_prefill(normed.rows, mlp, self.routing, blocks=inputs.blocks, scratch=scratch, out=y, adapters=adapters)
         return y[None]

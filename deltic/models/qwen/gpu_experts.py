@@ -4,6 +4,7 @@ buffers for prefills of what is in no slot of a layer, of which one is filled wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,37 +36,36 @@ def slot_bytes(weights: Weights) -> int:
 
 @dataclass(frozen=True)
 class OutsideExperts:
-    """The experts of all layers, by how the names of a layer's matrices begin."""
+    """The experts of all layers, by how the names of a layer's matrices begin, of each shard of a GPU."""
 
-    layers: dict[str, ExpertSlots]
-    stages: tuple[Tensor, Tensor]  # uint8: room for the experts of a layer
+    layers: list[dict[str, ExpertSlots]]
+    stages: list[tuple[Tensor, Tensor]]  # uint8: room for the experts of a layer
     counts: Counts
     side: torch.cuda.Stream | None  # of the copies of layers ahead; None without a GPU
 
     @property
     def seen(self) -> list[int]:
-        """Experts that decodes found in slots, those that they did not, the bytes of these, and those that
-        prefills brought, as far as the host has heard: it waits for nothing.
+        """Experts that decodes found in slots, those that they did not, the bytes of these in all shards, and
+        those that prefills brought, as far as the host has heard: it waits for nothing.
         """
         n_here, n_fetched, n_units, n_staged = self.counts.seen.numpy().tolist()
-        return [n_here, n_fetched, n_units * UNIT, n_staged * UNIT]
+        return [n_here // len(self.layers), n_fetched // len(self.layers), n_units * UNIT, n_staged * UNIT]
 
-    def stage(self, i: int, *, is_filled: bool) -> Stage:
-        """The stage of layer i. is_filled: `fill` has copied its experts there, and `wait` has waited."""
-        return replace(stage_in(self.stages[i % 2], self.layers[f"layers.{i}.mlp."]), is_filled=is_filled)
+    def stage(self, i: int, i_shard: int, is_filled: bool) -> Stage:
+        """A shard's stage of layer i. is_filled: `fill` has copied what it lacks, and `wait` has waited."""
+        memory, experts = self.stages[i_shard][i % 2], self.layers[i_shard][f"layers.{i}.mlp."]
+        return replace(stage_in(memory, experts), is_filled=is_filled)
 
     def fill(self, i: int) -> torch.cuda.Event | None:
-        """Starts to copy to the stage of layer i what it lacks, behind all that the current stream has now:
-        the layer that had the stage before has read it. Returns what to wait for.
+        """Starts to copy to the stages of layer i what they lack, behind all that the current stream has now:
+        the layer that had the stages before has read them. Returns what to wait for.
         """
-        stage = self.stage(i, is_filled=False)
-        if self.side is None:
-            stage.fill()
-            return None
-        self.side.wait_stream(torch.cuda.current_stream())
+        if self.side is not None:
+            self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            stage.fill()
-        return self.side.record_event()
+            for i_shard in range(len(self.layers)):
+                self.stage(i, i_shard, False).fill()
+        return None if self.side is None else self.side.record_event()
 
     def wait(self, filled: torch.cuda.Event | None) -> None:
         """Has the current stream wait for copies that were started."""
@@ -73,19 +73,18 @@ class OutsideExperts:
             torch.cuda.current_stream().wait_event(filled)
 
 
-def outside_experts(weights: Weights, n_slots: int, allocate: Allocate) -> OutsideExperts:
-    """Makes the slots and stages of a model whose experts are in the host's memory. allocate(name, size,
+def outside_experts(weights: Sequence[Weights], n_slots: int, allocate: Allocate) -> OutsideExperts:
+    """Makes the slots and stages of shards whose experts are in the host's memory. allocate(name, size,
     dtype) gives a zeroed tensor on the GPU.
     """
-    moes = layers_of_experts(weights)
     found = allocate("expert counts", (4,), torch.int64)
     on_gpu, is_real = found.device.type == "cuda", found.device.type != "meta"
     seen = allocate_in_host("expert counts", (4,), torch.int64) if is_real else found
     counts = Counts(found, seen)
-    homes = [(moe.gate_up, moe.down) for moe in moes.values()]
+    homes = [{name: (moe.gate_up, moe.down) for name, moe in layers_of_experts(of).items()} for of in weights]
     return OutsideExperts(
-        layers={name: expert_slots(moe.gate_up, moe.down, n_slots, counts, allocate) for name, moe in moes.items()},
-        stages=(stage_memory(homes, allocate), stage_memory(homes, allocate)),
+        layers=[{name: expert_slots(*at, n_slots, counts, allocate) for name, at in of.items()} for of in homes],
+        stages=[(stage_memory(of.values(), allocate), stage_memory(of.values(), allocate)) for of in homes],
         counts=counts,
         side=torch.cuda.Stream(found.device) if on_gpu else None,
     )

@@ -14,6 +14,7 @@ from deltic.models.qwen.weights import GdnLayer, Weights
 from deltic.ops.arrays import front
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.gpu.all_reduce import Columns, Rank
+from deltic.ops.gpu.expert_slots import ExpertSlots
 from deltic.ops.gpu.launch import copy_rows
 
 
@@ -37,8 +38,11 @@ class Exchange:
 class Shard:
     """Shard of a model that a GPU has. Mostly it is the only one."""
 
-    def __init__(self, weights: Weights, targets: Targets | None = None) -> None:
-        self.layers, self.draft_head = weights.layers, weights.draft_head
+    def __init__(
+        self, weights: Weights, targets: Targets | None = None, outside: Mapping[str, ExpertSlots] | None = None
+    ) -> None:
+        """outside: the routed experts of each layer, where those are in the host's memory."""
+        self.outside, self.layers, self.draft_head = outside, weights.layers, weights.draft_head
         are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
         self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
         """Number of layers of the same kind in front of each layer: where its memory lies."""

@@ -178,7 +178,7 @@ class TextOnGpu(OnGpu, TextKind):
         with self.levers.bound():
             sizes = counted(partial(gpu_workspace, plan), _nothing)
         if plan.n_expert_slots:
-            weights = _counted_weights(plan.shape, plan.quantize)
+            weights = [_counted_weights(plan.shape, plan.quantize)] * plan.n_shards
             sizes |= counted(partial(outside_experts, weights, plan.n_expert_slots), _nothing)
         n_angles = plan.max_model_len * plan.shape.rotary_dim
         if plan.tower is not None:
@@ -194,17 +194,16 @@ class TextOnGpu(OnGpu, TextKind):
         return sum(counted(partial(meeting, plan, is_in_host=True), _nothing).values())
 
     def all_inside(self, model: Model[ModelShape]) -> str:
-        if not model.shape.is_moe:
-            return super().all_inside(model)
-        return "experts are outside of one GPU, without --tensor-parallel and --tp-invariant" if model.cuts else ""
+        return "" if model.shape.is_moe else super().all_inside(model)
 
     def hold_experts(self, plan: TextPlan, n_bytes: int) -> TextPlan:
-        n_experts, a_slot = plan.shape.n_experts, slot_bytes(_counted_weights(plan.shape, plan.quantize))
+        n_experts, of_layers = plan.shape.n_experts, slot_bytes(_counted_weights(plan.shape, plan.quantize))
+        a_slot = plan.n_shards * of_layers
         n_slots, outside = max(1, n_bytes // a_slot), n_experts * a_slot
         if n_slots >= n_experts:
             n_slots = outside = 0
-        left = self.weight_bytes(plan.shape, plan.quantize) - plan.table_bytes - outside
-        return replace(plan, n_expert_slots=n_slots, outside_bytes=outside, weight_bytes=left)
+        left = plan.weight_bytes + plan.outside_bytes // plan.n_gpus - outside
+        return replace(plan, n_expert_slots=n_slots, outside_bytes=plan.n_gpus * outside, weight_bytes=left)
 
     def step_tokens(self, model_len: int) -> int:
         return 8192
@@ -344,21 +343,23 @@ class Gpu:
                 notices.extend(told)
             return weights
 
-        return self.parts(plan.cuts, of_shard), notices
+        return self.parts(plan.cuts, of_shard, has_experts=not plan.n_expert_slots), notices
 
     def speech_weights(
         self, model: SpeechModel, plan: SpeechPlan, progress: Progress
     ) -> tuple[SpeechWeights, list[str]]:
         return model.load(self.stores(plan)[0], progress)
 
-    def parts(self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights]) -> list[list[Weights]]:
+    def parts(
+        self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights], has_experts: bool = True
+    ) -> list[list[Weights]]:
         """Loads the weights of each part, by GPU. Parts of a GPU have one embedding. load: loads a part,
-        which has this number.
+        which has this number. has_experts: False where routed experts are in the host's memory.
         """
         found: list[list[Weights]] = [[] for _ in self.devices]
         for i, part in enumerate(cuts):
             i_gpu = i * self.n_gpus // self.n_cuts
-            found[i_gpu].append(load(self._store_on(i_gpu), part, i))
+            found[i_gpu].append(load(self._store_on(i_gpu, has_experts), part, i))
             found[i_gpu][-1].embed = found[i_gpu][0].embed
         return found
 

@@ -137,11 +137,16 @@ class ParallelRunner:
         self.pools = first.pools
         for runner in self.runners[1:]:  # the first one reads hidden states for all
             runner.pools = None
-        self.experts: ExpertStats | None = None
         self.info, self.replays = first.info, first.replays  # info is of all GPUs; each replays the same
         if first.tower is not None:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])
         self._lost: RunnerLostError | None = None
+
+    @property
+    def experts(self) -> ExpertStats | None:
+        """Counts experts as a GpuRunner does: each GPU uses the same. Bytes are those of all links."""
+        found = [runner.outside.seen for runner in self.runners if runner.outside is not None]
+        return ExpertStats(*found[0][:2], *map(sum, zip(*(of[2:] for of in found), strict=True))) if found else None
 
     def on_all(self, call: Callable[[GpuTextRunner], T]) -> list[T]:
         """Returns what the call gives for the runner of each GPU. Raises RunnerLostError."""

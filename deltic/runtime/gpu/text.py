@@ -167,7 +167,7 @@ class GpuTextRunner(GpuRunner):
         heads = [replace(shape, head_rows=part.lm_head.n) for part in weights]
         adapted = [*zip(heads, w.adapters, strict=False)]  # none, where there is no room for any
         targets = [Targets(*of, plan.adapters.rank) for of in adapted]
-        self.outside = outside_experts(weights[0], plan.n_expert_slots, allocate) if plan.n_expert_slots else None
+        self.outside = outside_experts(weights, plan.n_expert_slots, allocate) if plan.n_expert_slots else None
         self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets, self.outside)
         ratio = 0 if shape.index is None else shape.index.ratio
         told = shape.eos_token_ids, plan.n_real, plan.n_draft_rows
