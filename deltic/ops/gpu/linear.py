@@ -171,8 +171,8 @@ def _narrow_kernel(
     BLOCK_K_3: tl.constexpr, EVEN_M_3: tl.constexpr, CODES_3: tl.constexpr, SCALES_3: tl.constexpr,
     GROUP_3: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Multiplies by one segment, or by two or three beside each other: the first programs have the third, then
-    come those of the second, each smaller than the one before.
+    """Multiplies by one segment, or by two or three beside each other: the first programs have the third,
+    then come those of the second, each smaller than the one before.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
