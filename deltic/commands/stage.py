@@ -45,9 +45,9 @@ def stage(arguments: argparse.Namespace, config: EngineConfig) -> int:
     secret, flag = read_secret(config.stages_secret), f"--listen {arguments.listen}"
     host, port = parse_address(arguments.listen, "--listen")
     try:
-        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         check_private(str(address[0]), secret, flag)
-        listener = socket.create_server(address[:2], family=family)
+        listener = socket.create_server((str(address[0]), port), family=family)
     except OSError as error:
         raise ConfigError(f"{flag}: {error.strerror}; give an address of this machine, and a free port") from None
     log.info("listening on %s:%d", *listener.getsockname()[:2])
