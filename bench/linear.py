@@ -21,11 +21,10 @@ from deltic.ops.cpu.dense import linear
 from deltic.ops.cpu.program import Program, instruction_set, usable_instruction_sets
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.matrix import Matrix, row_bytes
-from deltic.roofs import read_bandwidth
+from deltic.roofs import beyond_caches, read_bandwidth
 from tests.quantised_rows import random_rows
 
 SHAPES = ((6144, 1024), (1024, 3584))
-COLD_BYTES = 2 << 30
 
 
 def main() -> None:
@@ -48,7 +47,7 @@ def main() -> None:
                 one.pack(values.astype(bfloat16), arguments.threads)
             else:
                 one.whole.pack(random_rows(name, n, k), arguments.threads)
-            cold = zeros((COLD_BYTES // one.n_bytes, 1, one.n_bytes), np.uint8)
+            cold = zeros((beyond_caches() // one.n_bytes, 1, one.n_bytes), np.uint8)
             cold[:] = one.whole.data
             copies = [replace(one, segments=(replace(one.whole, data=data),)) for data in cold]
             for rows in map(int, arguments.rows.split(",")):

@@ -17,53 +17,79 @@ void unpack(const uint8_t* units, int64_t n, uint8_t* to) {
 
 #else
 
-// What a byte of an entry stands for: 4 weights, or 2.
+// What a byte of an entry of a book of 4 stands for.
 template <Codes C>
 struct Values {
-    uint32_t of_byte[256]{};
+    uint16_t of_byte[256]{};
     constexpr Values() {
-        constexpr int bits = 16 / book_width(C), mask = bits == 2 ? 3 : 7;
         for (int byte = 0; byte < 256; byte++)
-            for (int i = 0; i < 8 / bits; i++) of_byte[byte] |= (uint32_t)(128 + level<C>(byte >> bits * i & mask)) << 8 * i;
+            for (int i = 0; i < 2; i++) of_byte[byte] |= (uint16_t)((128 + level<C>(byte >> 4 * i & 7)) << 8 * i);
     }
 };
 
-// A part of the lanes of a word whose weights are negative where a bit is 1: 256 less each such byte, of 1 .. 255.
-static inline u32_part negated(u32_part words, uint64_t signs, int part) {
-    const uint32_t low = (uint32_t)signs, up = (uint32_t)(signs >> 32);
-    u32_part halves, shift;
-    for (int i = 0; i < LANES; i++) halves[i] = part * LANES + i < 8 ? low : up, shift[i] = (uint32_t)(part * LANES + i) % 8 * 4;
-    const u32_part ones = (halves >> shift & 15u) * 0x00204081u & 0x01010101u;
-    return (words ^ ones * 255u) + ones;
-}
-
 template <Codes C>
 void unpack(const uint8_t* units, int64_t n, uint8_t* to) {
-    constexpr int WIDTH = Unit<C>::WIDTH;
-    static constexpr Values<C> values;
     for (int64_t u = 0; u < n; u++, units += unit_bytes(C), to += 512) {
         const Unit<C> unit{units};
+        auto entry = [&](int e, int lane) { return unit.entry(e / 4, place(lane, e)); };
         if constexpr (C == Codes::SIGN) memset(to, 129, 512);
-        for (int e = 0; e < 4 * Unit<C>::VECTORS; e++)
-            for (int lane = 0; lane < STRIP; lane++) {
-                const int at = place<C>(lane, e);
-                int64_t index = unit.index(e / 4)[at];
-                for (int bit = 0; bit < Unit<C>::HIGH; bit++) index |= (int64_t)(unit.high(e / 4, bit) >> at & 1) << (8 + bit);
-                const uint32_t entry = ENTRIES[first_entry(C) + index], low = values.of_byte[entry & 255], up = values.of_byte[entry >> 8];
-                const uint32_t offset = C == Codes::IQ1 ? (unit.offset(e) >> lane & 1) * 0x01010101u * TWO_OFFSETS : 0;
-                const uint32_t words[2] = {WIDTH == 8 ? low - offset : low | up << 16, up - offset};
-                for (int i = 0; i < WIDTH / 4; i++) memcpy(to + (e * WIDTH / 4 + i) * 64 + lane * 4, &words[i], 4);
+        else if constexpr (Unit<C>::WIDTH == 4) {
+            static constexpr Values<C> values;
+            for (int e = 0; e < 8; e++)
+                for (int lane = 0; lane < STRIP; lane++) {
+                    const uint32_t levels = entry(e, lane), word = values.of_byte[levels & 255] | (uint32_t)values.of_byte[levels >> 8] << 16;
+                    memcpy(to + e * 64 + lane * 4, &word, 4);
+                }
+        } else {
+            for (int half = 0; half < 2; half++) {
+                uint32_t levels[STRIP], offsets[STRIP];
+                for (int lane = 0; lane < STRIP; lane++) {
+                    const uint32_t first = entry(2 * half, lane), second = entry(2 * half + 1, lane);
+                    levels[lane] = (first & 255) | (second & 255) << 8 | (first >> 8) << 16 | (second >> 8) << 24;
+                    offsets[lane] = C != Codes::IQ1 ? 0 : (unit.offsets() >> place(lane, 2 * half) & 1) * 0x00010001u | (unit.offsets() >> place(lane, 2 * half + 1) & 1) * 0x01000100u;
+                }
+                for (int p = 0; p < PARTS; p++) {
+                    u32_part all, less;
+                    memcpy(&all, levels + p * LANES, sizeof all);
+                    memcpy(&less, offsets + p * LANES, sizeof less);
+                    for (int j = 0; j < 4; j++) {
+                        const u32_part l = all >> (uint32_t)(2 * j) & 0x03030303u;
+                        u32_part word;
+                        if (C == Codes::IQ1) word = l * (uint32_t)(level<C>(1) - level<C>(0)) + 0x01010101u * (uint32_t)(128 + level<C>(0)) - less * (uint32_t)TWO_OFFSETS;
+                        else word = l * 17u + (l >> 1 & 0x01010101u) + 0x01010101u * (uint32_t)(128 + level<C>(0));  // 8, 25, 43
+                        memcpy(to + (half * 4 + j) * 64 + p * LANES * 4, &word, sizeof word);
+                    }
+                }
             }
+        }
         for (int i = 0; i < (C == Codes::IQ1 ? 0 : 8 * PARTS); i++) {
-            u32_part words;
+            u32_part words, signs;
             memcpy(&words, to + i * LANES * 4, sizeof words);
-            words = negated(words, unit.sign(i / PARTS), i % PARTS);
+            memcpy(&signs, unit.signs() + i % PARTS * LANES * 4, sizeof signs);
+            const u32_part ones = signs >> (uint32_t)(i / PARTS) & 0x01010101u;
+            words = (words ^ ones * 255u) + ones;  // 256 less each negative byte, of 1 .. 255
             memcpy(to + i * LANES * 4, &words, sizeof words);
         }
     }
 }
 
 #endif
+
+// Of each index of IQ1 what stands for its entry: 8 bits of an index in memory, then the 4 above.
+struct Factors {
+    uint16_t of_index[2048]{};
+    constexpr Factors() {
+        uint16_t of_entry[1 << 16]{};
+        for (int i = 0; i < FIRST_BYTES * 16; i++) of_entry[factor(i / 16) | factor(FIRST_BYTES + i / 256 * 16 + i % 16) << 8] = (uint16_t)i;
+        for (int i = 0; i < 2048; i++) of_index[i] = of_entry[halved(ENTRIES[i])];
+    }
+};
+constexpr Factors FACTORS;
+static_assert([] {  // 0 is code 0, or an entry that no product has
+    for (int i = 0; i < 2048; i++)
+        if (!FACTORS.of_index[i] && halved(ENTRIES[i]) != (factor(0) | (uint32_t)factor(FIRST_BYTES) << 8)) return false;
+    return true;
+}());
 
 template <Codes C>
 void put(const uint32_t (&words)[8][STRIP], uint8_t* unit) {
@@ -74,13 +100,20 @@ void put(const uint32_t (&words)[8][STRIP], uint8_t* unit) {
     for (int lane = 0; lane < STRIP; lane++)
         for (int e = 0; e < 32 / U::WIDTH; e++) {
             const uint32_t entry = words[e * U::WIDTH / 4][lane], index = entry & 0xffff, signs = entry >> 16;
-            const int at = place<C>(lane, e);
+            const int at = place(lane, e);
+            if constexpr (C == Codes::IQ1) {
+                const uint32_t code = FACTORS.of_index[index & 2047];
+                unit[at] = (uint8_t)(code / 16), high[at % 32] |= (uint8_t)(code % 16 << at / 32 * 4);
+                if (index >> U::BITS & 1) set(last, at);
+                continue;
+            }
             if (U::VECTORS) unit[e / 4 * 64 + at] = (uint8_t)index;
             for (int bit = 0; bit < U::HIGH; bit++)
                 if (index >> (8 + bit) & 1) set(high + (e / 4 * U::HIGH + bit) * 8, at);
-            if (C == Codes::IQ1 && index >> U::BITS & 1) set(last + 2 * e, lane);
-            for (int i = 0; C != Codes::IQ1 && i < U::WIDTH; i++)
-                if (signs >> i & 1) set(last + (e * U::WIDTH + i) / 4 * 8, lane * 4 + i % 4);
+            for (int i = 0; i < U::WIDTH; i++) {
+                const int64_t to = position(C, e * U::WIDTH + i);
+                last[lane * 4 + to % 4] |= (uint8_t)((signs >> i & 1) << to / 4);
+            }
         }
 }
 

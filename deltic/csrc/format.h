@@ -33,7 +33,12 @@ constexpr int index_bits(Codes codes) {
     constexpr int bits[] = {11, 8, 9, 10, 8, 9, 0};
     return bits[(int64_t)codes - (int64_t)Codes::IQ1];
 }
+// Bits above the lower 8 of what stands for an entry: its index, or of IQ1 a pair of factors (codebook.h).
+constexpr int high_bits(Codes codes) { return codes == Codes::IQ1 ? 4 : index_bits(codes) > 8 ? index_bits(codes) - 8 : 0; }
 constexpr int book_width(Codes codes) { return codes == Codes::IQ3_XXS || codes == Codes::IQ3_S ? 4 : 8; }
+// Where element i of a unit stands in the words that are multiplied: of a book of 8 the levels j of two entries are one word.
+constexpr bool is_by_levels(Codes codes) { return codes >= Codes::IQ1 && codes <= Codes::IQ2_S; }
+constexpr int64_t position(Codes codes, int64_t i) { return is_by_levels(codes) ? i / 16 * 16 + i / 4 % 2 * 8 + i % 2 * 4 + i / 2 % 2 * 2 + i / 8 % 2 : i; }
 // Of codebooks, of the bytes that are made of them.
 constexpr int bits_of(Codes codes) {
     constexpr int bits[] = {16, 8, 4, 5, 6, 2, 3, 4, 4, 8};
@@ -41,8 +46,7 @@ constexpr int bits_of(Codes codes) {
 }
 constexpr int64_t unit_bytes(Codes codes) {
     if (!is_book(codes) || codes == Codes::BOOK) return 64 * bits_of(codes);
-    const int bits = index_bits(codes), vectors = bits ? 8 / book_width(codes) : 0;
-    return vectors * (64 + 8 * (bits > 8 ? bits - 8 : 0)) + (codes == Codes::IQ1 ? 8 : 64);
+    return (index_bits(codes) ? 8 / book_width(codes) : 0) * (64 + 8 * high_bits(codes)) + (codes == Codes::IQ1 ? 8 : 64);
 }
 constexpr bool has_least(Scales s) {
     return s == Scales::BF16_LEAST || s == Scales::F16_LEAST || s == Scales::F16_ZERO || s == Scales::BF16_ZERO || s == Scales::K_LEAST;
@@ -140,7 +144,7 @@ static inline constexpr float e4m3(uint32_t code) {
     return code & 0x80 ? -size : size;
 }
 
-// The scales of a block of K, K_EIGHTH or K_LEAST.
+// The scales of a block of K, K_EIGHTH, K_LEAST or F16.
 template <Scales KIND>
 struct BlockScales {
     const uint8_t* at;
@@ -149,7 +153,10 @@ struct BlockScales {
     explicit BlockScales(const uint8_t* at) : at(at), outer(load_f16(at)), outer_least(KIND == Scales::K_LEAST ? load_f16(at + 32) : v16{}) {
         if (KIND == Scales::K_EIGHTH) outer = outer * splat(0.125f);
     }
-    v16 scale(int64_t g) const { return outer * (KIND == Scales::K_LEAST ? load_bytes<uint8_t>(at + 64 + g * 32) : load_bytes<int8_t>(at + 32 + g * 16)); }
+    v16 scale(int64_t g) const {
+        if (KIND == Scales::F16) return load_f16(at + g * 32);
+        return outer * (KIND == Scales::K_LEAST ? load_bytes<uint8_t>(at + 64 + g * 32) : load_bytes<int8_t>(at + 32 + g * 16));
+    }
     v16 least(int64_t g) const { return -(outer_least * load_bytes<uint8_t>(at + 80 + g * 32)); }
 };
 
@@ -308,7 +315,7 @@ static inline void unpack_row(const Matrix& w, int64_t n, float* out) {
                 const uint8_t* unit = at + i / UNIT * unit_bytes(codes);
                 uint8_t made[512];
                 if (is_book(codes) && (i % UNIT == 0 || i == g * w.group)) unpack_units(codes, unit, 1, made);
-                const int code = is_book(codes) ? code_at(Codes::INT8, made, i % UNIT, lane) : code_at(codes, unit, i % UNIT, lane);
+                const int code = is_book(codes) ? code_at(Codes::INT8, made, position(codes, i % UNIT), lane) : code_at(codes, unit, i % UNIT, lane);
                 float value = (float)(code - bias);
                 if (codes == Codes::IQ4 || codes == Codes::E2M1) value = (float)TABLES[codes == Codes::E2M1][code];
                 if (codes == Codes::E4M3) value = e4m3((uint32_t)code);

@@ -150,7 +150,10 @@ static inline void pack_row_bf16(const bf16* x, int64_t k, int64_t m, int64_t ro
 
 // The same as int8, rounded to the nearest (even) multiple of scale = max |x| / 127 of each group. A group with a value that is
 // not finite gets a scale that is not, so that its row's outputs are not either.
-static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_t m, int64_t rows, uint32_t* words, float* scale, int factor, int32_t* start) {
+static inline void pack_row_int8(const bf16* x, const Matrix& matrix, int64_t m, int64_t rows, uint32_t* words, float* scale, int32_t* start) {
+    const int64_t k = matrix.k, group = matrix.group;
+    const int factor = start_factor(matrix.codes(), has_least(matrix.scales()));
+    const bool by_levels = is_by_levels(matrix.codes());
     const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     for (int64_t k0 = 0, g = 0; k0 < k; k0 += group, g++) {
         int64_t end = k - k0 < group ? k : k0 + group;
@@ -165,14 +168,16 @@ static inline void pack_row_int8(const bf16* x, int64_t k, int64_t group, int64_
         v16i total = splat_int(0);
         for (int64_t i = k0; i < end; i += 16) {
             v16 rounded = load_bf16(x + i) * inverse + magic;
-            alignas(64) int8_t q[16];
+            alignas(64) int8_t q[16], of_level[16];
             for (int p = 0; p < PARTS; p++) {
                 i32_part integer = (i32_part)rounded.part[p] - 0x4b400000;
                 total.part[p] += integer;
                 auto bytes = __builtin_convertvector(integer, i8_part);
                 memcpy(q + p * LANES, &bytes, sizeof bytes);
             }
-            for (int j = 0; j < 4; j++) memcpy(words + (i / 4 + j) * rows + m, q + 4 * j, 4);
+            if (by_levels)
+                for (int j = 0; j < 16; j++) of_level[position(Codes::IQ1, j)] = q[j];
+            for (int j = 0; j < 4; j++) memcpy(words + (i / 4 + j) * rows + m, (by_levels ? of_level : q) + 4 * j, 4);
         }
         scale[g * rows + m] = top / 127.0f + ::sum(nothing);
         int32_t lanes[16], all = 0;
@@ -201,10 +206,9 @@ static inline void pack_tile(const Rows& x, int64_t m0, int64_t rows, const Matr
     auto scale = (float*)at.scale;
     auto start = (int32_t*)at.start;
     const int64_t width = compiled_rows(matrix.codes(), rows);
-    const int factor = start_factor(matrix.codes(), has_least(matrix.scales()));
     for (int64_t m = 0; m < rows; m++) {
         if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, width, words);
-        else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, width, words, scale, factor, start);
+        else pack_row_int8(row(m0 + m), matrix, m, width, words, scale, start);
     }
     for (int64_t m = rows; m < width; m++)
         for (int64_t g = 0; g < matrix.n_groups(); g++) scale[g * width + m] = 0.0f, start[g * width + m] = 0;
@@ -413,7 +417,7 @@ static inline __attribute__((always_inline)) void load_codes(const uint8_t* unit
 template <Codes C, Scales KIND, bool LEAST, int GROUP, int MR, int FETCH>
 static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][1]) {
     constexpr bool BYTES = C == Codes::INT8 || C == Codes::IQ4 || C == Codes::E2M1 || is_book(C), BIASED = too_large(C, LEAST) != 0;
-    constexpr bool BY_BLOCK = KIND == Scales::K || KIND == Scales::K_LEAST || KIND == Scales::K_EIGHTH;
+    constexpr bool BY_BLOCK = KIND == Scales::K || KIND == Scales::K_LEAST || KIND == Scales::K_EIGHTH || KIND == Scales::F16;
     constexpr bool BY_UNIT = is_book(C) && C != Codes::BOOK;
     constexpr int TURN = LANES == 16 && GROUP ? GROUP / 8 : 1;  // pairs of words
     // One row would wait for each product before it: its words have a sum each, and integers the same in any order.
@@ -428,22 +432,24 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
     const int32_t* start = x.start;
     v16i acc[MR * SUMS];
     auto begin = [&](int m) __attribute__((always_inline)) {
-        v16i v = splat_int(start[m]);
+        v16i v = splat_int(C == Codes::SIGN ? start[m] / -128 : BY_UNIT && C == Codes::IQ1 ? (start[m] >> 7) * IQ1_EXCESS : start[m]);
 #if defined(__AVX512F__)
         asm("" : "+v"(v.part[0]));  // else Clang makes a float of it first, and broadcasts that by an instruction of its own
 #endif
         return v;
     };
+    int64_t n_k = 0, n_groups = 0, code_bytes = 0, scale_bytes = 0;
     for (int64_t k0 = 0; k0 < matrix.k; k0 += block) {
-        const int64_t n_k = matrix.k - k0 < block ? matrix.k - k0 : block, n_groups = (n_k + group - 1) / group;
-        const uint8_t *scales_at = w + matrix.code_bytes(n_k), *next = scales_at + matrix.scale_bytes(n_k), *at = w;
+        if (const int64_t left = matrix.k - k0 < block ? matrix.k - k0 : block; left != n_k)  // few blocks divide
+            n_k = left, n_groups = (n_k + group - 1) / group, code_bytes = matrix.code_bytes(n_k), scale_bytes = matrix.scale_bytes(n_k);
+        const uint8_t *scales_at = w + code_bytes, *next = scales_at + scale_bytes, *at = w;
         if constexpr (FETCH == 1 && MR == 1 && KIND == Scales::K_LEAST)
             for (const uint8_t* s = scales_at; s < next; s += 64) __builtin_prefetch(s + ahead, 0, 2);
         alignas(64) uint8_t made[C == Codes::BOOK ? BLOCK * STRIP : 64];
         w16 words_of_unit[8];
         if constexpr (C == Codes::BOOK) {
             if constexpr (FETCH > 0)
-                for (int64_t v = 0; v < matrix.code_bytes(n_k) + matrix.scale_bytes(n_k); v += 64) __builtin_prefetch(w + v + ahead, 0, 3);
+                for (int64_t v = 0; v < code_bytes + scale_bytes; v += 64) __builtin_prefetch(w + v + ahead, 0, 3);
             unpack_units(matrix.codes(), w, n_k / UNIT, made);
             at = made;
         }
@@ -503,7 +509,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
         };
         auto unpack = [&]() __attribute__((always_inline)) {
 #if defined(__AVX512VBMI__)
-            if constexpr (BY_UNIT) unpack_unit<C>(at, words_of_unit);
+            if constexpr (BY_UNIT) unpack_unit<C, true>(at, words_of_unit);
 #endif
         };
         if constexpr (GROUP != 0) {
@@ -518,7 +524,7 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
             for (int64_t i = 0; i < n_groups; i++) {
                 const int64_t stop = (i + 1) * group < n_k ? (i + 1) * group : n_k;
 #pragma GCC unroll 16
-                for (int m = 0; m < MR * SUMS; m++) acc[m] = BIASED && m % SUMS == 0 ? begin(m / SUMS) : splat_int(0);
+                for (int m = 0; m < MR * SUMS; m++) acc[m] = BIASED && C != Codes::SIGN && m % SUMS == 0 ? begin(m / SUMS) : splat_int(0);
                 for (int64_t k = i * group; k < stop; k += UNIT) {
                     unpack();
                     turn(0, false, false, i), turn(1, false, false, i), turn(2, false, false, i), turn(3, false, false, i);
@@ -526,7 +532,8 @@ static inline void tile_int(const Rows& x, const uint8_t* w, const Matrix& matri
                 }
                 if constexpr (MR > 1) asm("" : "+m"(total));
 #pragma GCC unroll 8
-                for (int j = 1; j < SUMS; j++) acc[0].part[0] += acc[j].part[0];
+                for (int j = 1; j < SUMS; j++) acc[0].part[0] += C == Codes::SIGN ? acc[j].part[0] >> j : acc[j].part[0];
+                if constexpr (C == Codes::SIGN) acc[0].part[0] = begin(0).part[0] - 2 * acc[0].part[0];
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; m++) finish(m, scale_of(i), least_of(i), acc[m]);
                 x_scale += MR, start += MR;

@@ -29,7 +29,7 @@ void multiply_others(const Rows& x, int64_t n_rows, const Matrix& w, int64_t s0,
         case Codes::IQ2_S: return one(Tiles<Codes::IQ2_S, Scales::K_EIGHTH, false, 16>{});
         case Codes::IQ3_XXS: return one(Tiles<Codes::IQ3_XXS, Scales::K_EIGHTH, false, 32>{});
         case Codes::IQ3_S: return one(Tiles<Codes::IQ3_S, Scales::K_EIGHTH, false, 32>{});
-        default: return one(Tiles<Codes::SIGN>{});
+        default: return one(Tiles<Codes::SIGN, Scales::F16>{});
     }
 #endif
     if (w.codes() == Codes::SIGN) return with(Tiles<Codes::BOOK>{});

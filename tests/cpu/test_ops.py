@@ -21,7 +21,7 @@ from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
 from deltic.ops.cpu.moe import Experts, MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
-from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
+from deltic.ops.formats import CODEBOOKS, FLOATS, WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads, AttentionWeights, GdnHeads, GdnWeights, LogprobEntries, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
@@ -115,6 +115,24 @@ def test_packed_bytes_are_the_same_on_every_machine(format: str, monkeypatch: py
     for library in SETS:
         monkeypatch.setattr("deltic.ops.matrix.Program", partial(Program, library=library))
         assert (packed(values, format).whole.data == expected).all(), library
+
+
+@pytest.mark.parametrize("name", ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"])
+def test_each_entry_of_a_codebook_stands_for_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed bytes are the same on every machine, and what each makes of them is what the rows mean."""
+    rows = random_rows(name, 64, 512)
+    book = CODEBOOKS[rows.format.codes]
+    index = np.arange(64 * 512 // book.width) % (1 << book.bits + (not book.has_signs))
+    each = rows.codes.reshape(-1, book.width)
+    each[:, 0], each[:, 1] = index & 255, index >> 8
+    expected = None
+    for library in SETS:
+        monkeypatch.setattr("deltic.ops.matrix.Program", partial(Program, library=library))
+        matrix = Matrix.empty(64, 512, rows.format)
+        matrix.whole.pack(rows)
+        expected = matrix.whole.data if expected is None else expected
+        assert np.array_equal(matrix.whole.data, expected), library
+        assert np.array_equal(matrix.unpack()[0], rows.values()), library
 
 
 def product(x: Tensor, w: Matrix) -> Tensor:
