@@ -114,8 +114,13 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
 
 def check_alone(configs: Sequence[EngineConfig]) -> None:
     """Raises ConfigError where one of several models of a server is to run on several GPUs: its kernels wait
-    for those of other GPUs, which could wait there for room that another model has.
+    for those of other GPUs, which could wait there for room that another model has. And where two models have
+    a stage on one machine, for which the second would wait in vain.
     """
+    stages = [stage for config in configs for stage in config.stages]
+    for stage in stages:
+        if stages.count(stage) > 1:
+            raise ConfigError(f"--stages: {stage} is named twice; it runs layers of one model, once")
     on_gpu = [config for config in configs if is_for_gpu(config)] if len(configs) > 1 else []
     most = max((config.tensor_parallel for config in on_gpu), default=1)
     if len(on_gpu) > 1 and most > 1:
@@ -316,7 +321,9 @@ def build_runner(
         runner, kind = _build_speech(model, device, free, start)
     elif model.config.stages:
         runner, kind, said = _build_stage(model, device, start)
-        start.notices += said
+        start.notices += [f"{what} ({kernels})" for what, kernels in said]
+        if len({kernels for _, kernels in said}) > 1:
+            start.notices.append("machines have different kernels: answers have the bits of no single one of them")
     else:
         runner, kind = _build_text(model, device, free, start)
     start.lap("cache")
@@ -379,9 +386,10 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
 
 def _build_stage(
     model: TextModel, device: Cpu | Gpu, start: _Start, number: int = 0, front: PeerConnection | None = None
-) -> tuple[Runner, str, list[str]]:
+) -> tuple[Runner, str, list[tuple[str, str]]]:
     """A runner of a stage of a language model, once all stages behind it are ready; its precision; and what
-    runs where. front: of a stage that is not the engine's own. Raises ConfigError, RunnerLostError.
+    runs where, with which kernels. front: of a stage that is not the engine's own. Raises ConfigError,
+    RunnerLostError.
     """
     free, stages, shape = device.free_bytes(), Stages(model, front), model.shape
     limits = stages.join(number, Limits(shared_sizes(make_plan(device.text, model, free))), start.progress)
@@ -391,8 +399,8 @@ def _build_stage(
     runner, kind = _build_text(within(model, limits), device, free, start)
     assert isinstance(runner, Runner)
     last, place = shape.first_layer + shape.n_layers - 1, "here" if front is None else f"on {front.own_name}"
-    own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place} ({runner.info.kernels})"
-    said = stages.wait(own, start.progress)
+    own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place}"
+    said = stages.wait((own, runner.info.kernels), start.progress)
     runner.neighbours = stages
     return runner, kind, said
 
@@ -408,6 +416,8 @@ def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
     try:
         device = Cpu()
         config = replace(settings_of(join), **{name: getattr(given, name) for name in LOCAL})
+        if not 0 < join.number <= len(config.stages):  # without stages no setting would be refused
+            raise ConfigError(f"{front.name} has no stage {join.number}, of {len(config.stages)}")
         model = settle_text(config, device, stage=join.number)
         if content_of(model) != join.content:
             raise ConfigError(f"it has another model, {model_name(config)}; give all machines the same")

@@ -93,6 +93,8 @@ def check_settings(config: EngineConfig) -> EngineConfig:
             raise ConfigError(f"--{flag}: a model on several machines (--stages) has none yet; leave it out")
     for given in config.stages:
         parse_address(given, "--stages")
+        if config.stages.count(given) > 1:
+            raise ConfigError(f"--stages: {given} is named twice; it runs layers of one model, once")
     return replace(config, **absent)  # type: ignore[arg-type]
 
 
@@ -238,8 +240,9 @@ class Stages:
             with self._losing():
                 self.behind.send(limits)
 
-    def wait(self, own: str, progress: Progress) -> list[str]:
-        """Waits until all stages behind are ready. Returns what runs where; own: what runs here.
+    def wait(self, own: tuple[str, str], progress: Progress) -> list[tuple[str, str]]:
+        """Waits until all stages behind are ready. Returns what runs where, and its kernels; own: what runs
+        here.
 
         Raises ConfigError for what one of them refuses, RunnerLostError.
         """

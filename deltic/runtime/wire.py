@@ -30,7 +30,8 @@ MAX_GREETING = 4096
 MAX_MESSAGE = 256 << 20
 """Bytes of a message, at most: before its sender is trusted, and then."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A machine that has gone without a word is noticed after 25 s, even if nothing is sent."""
+_UNHEARD_MS = 25_000
+"""A machine that has gone without a word is noticed after 25 s, if nothing is sent and if something is."""
 
 
 class LostError(Exception):
@@ -80,9 +81,9 @@ class StageLoading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """A stage is ready, and those behind it. said: what runs where."""
+    """A stage is ready, and those behind it. said: what runs where, and of each its kernels."""
 
-    said: list[str]
+    said: list[tuple[str, str]]
 
 
 class StageRefusal(msgspec.Struct, tag="refused", frozen=True):
@@ -124,7 +125,7 @@ class PeerConnection:
         self._reported, self._reported_s = "", 0.0
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEP_ALIVE:
+        for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _UNHEARD_MS)):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Message, rows: memoryview | None = None) -> None:
@@ -139,14 +140,17 @@ class PeerConnection:
         except OSError as error:
             raise self._lost(error) from None
 
-    def receive(self, timeout_s: float | None = None, most: int = MAX_MESSAGE) -> Message:
-        """The next message. timeout_s: seconds in which some of it must come. Raises LostError."""
-        head = bytearray(4)
-        self._fill(memoryview(head), timeout_s)
+    def receive(self, timeout_s: float | None = None, *, is_greeting: bool = False) -> Message:
+        """The next message. timeout_s: seconds in which some of it must come. is_greeting: of an end that is
+        not trusted yet: a short one, and all of it must come within GREETING_S. Raises LostError.
+        """
+        until = time.monotonic() + GREETING_S if is_greeting else None
+        head, most = bytearray(4), MAX_GREETING if is_greeting else MAX_MESSAGE
+        self._fill(memoryview(head), timeout_s, until)
         if (n := int.from_bytes(head, "little")) > most:
             raise LostError(f"{self.name} sent a message of {n} bytes, where {most} are the most")
         body = bytearray(n)
-        self._fill(memoryview(body), timeout_s)
+        self._fill(memoryview(body), timeout_s, until)
         try:
             return self._decoder.decode(body)
         except msgspec.DecodeError as error:
@@ -188,10 +192,10 @@ class PeerConnection:
     def close(self) -> None:
         self.socket.close()
 
-    def _fill(self, out: memoryview, timeout_s: float | None) -> None:
+    def _fill(self, out: memoryview, timeout_s: float | None, until: float | None = None) -> None:
         try:
-            self.socket.settimeout(timeout_s)
             while out:
+                self.socket.settimeout(timeout_s if until is None else max(until - time.monotonic(), 0.001))
                 if not (n := self.socket.recv_into(out)):
                     raise LostError(f"{self.name} closed the connection")
                 out = out[n:]
@@ -211,7 +215,7 @@ def welcome(connection: PeerConnection, secret: bytes) -> None:
     """Lets in who has the secret, and shows that this end has it. Raises LostError for anybody else."""
     nonce = secrets.token_bytes(32)
     connection.send(Challenge(build(), nonce))
-    proof = connection.receive(GREETING_S, MAX_GREETING)
+    proof = connection.receive(is_greeting=True)
     if not isinstance(proof, Proof):
         raise LostError(f"{connection.name} did not say who it is")
     if not hmac.compare_digest(proof.signature, _signature(secret, b"front", nonce, proof.nonce)):
@@ -225,7 +229,7 @@ def greet(connection: PeerConnection, secret: bytes) -> None:
 
     Raises ConfigError where it is another one, or another build of Deltic; LostError.
     """
-    challenge = connection.receive(GREETING_S, MAX_GREETING)
+    challenge = connection.receive(is_greeting=True)
     if isinstance(challenge, StageRefusal):
         raise LostError(challenge.why)
     if not isinstance(challenge, Challenge):
@@ -236,7 +240,7 @@ def greet(connection: PeerConnection, secret: bytes) -> None:
         )
     nonce = secrets.token_bytes(32)
     connection.send(Proof(build(), nonce, _signature(secret, b"front", challenge.nonce, nonce)))
-    answer = connection.receive(GREETING_S, MAX_GREETING)
+    answer = connection.receive(is_greeting=True)
     if isinstance(answer, StageRefusal):
         raise ConfigError(f"stage {connection.name}: {answer.why}")
     expected = _signature(secret, b"stage", nonce, challenge.nonce)

@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,22 @@ from deltic.engine.step import RunnerLostError, Step, StepResult
 from deltic.models.qwen.shape import stage_of
 from deltic.ops.arrays import Array
 from deltic.runtime import wire
-from deltic.runtime.build import build_runner, settle_text
+from deltic.runtime.build import build_runner, check_alone, serve_stage, settle_text
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fit import make_plan
-from deltic.runtime.stages import divide
-from deltic.runtime.wire import Challenge, LostError, PeerConnection, check_private, greet, parse_address, welcome
+from deltic.runtime.stages import Stages, divide
+from deltic.runtime.wire import (
+    Challenge,
+    Join,
+    LostError,
+    PeerConnection,
+    StageRefusal,
+    check_private,
+    greet,
+    parse_address,
+    welcome,
+)
 from tests.staged import Stage
 from tests.tiny import tiny_checkpoint
 
@@ -365,7 +376,55 @@ def test_strangers(
         welcome(stage, b"secret")
 
 
-def test_a_stage_outlives_strangers_and_has_one_engine(tmp_path: Path) -> None:
+def test_a_stranger_who_speaks_slowly(
+    ends: tuple[PeerConnection, PeerConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte in time, and a greeting that never ends: nobody else would be let in."""
+    front, stage = ends
+    monkeypatch.setattr(wire, "GREETING_S", 0.4)
+    is_over = threading.Event()
+
+    def drip() -> None:
+        front.socket.sendall((4096).to_bytes(4, "little"))
+        for _ in range(40):
+            if not is_over.wait(0.1):
+                front.socket.sendall(b"x")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    begun = time.monotonic()
+    with pytest.raises(LostError, match="shows no sign of life"):
+        welcome(stage, b"secret")
+    is_over.set()
+    dripping.join()
+    assert time.monotonic() - begun < 2
+
+
+def test_what_is_sent_to_a_machine_without_power(ends: tuple[PeerConnection, PeerConnection]) -> None:
+    """It is not sent again for a quarter of an hour, in which the stage would be free for nobody."""
+    assert [end.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends] == [25_000] * 2
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1])
+def test_an_engine_without_stages_sets_nothing_here(ends: tuple[PeerConnection, PeerConnection], number: int) -> None:
+    """With none, no flag of files on this machine would be refused."""
+    front, stage = ends
+    front.send(Join(json.dumps({"weights_cache": "/nowhere"}).encode(), number, ""))
+    serve_stage(stage, EngineConfig(dummy="qwen3.5-0.8b"))
+    answer = front.receive(5)
+    assert isinstance(answer, StageRefusal) and f"has no stage {number}, of 0" in answer.why
+
+
+def test_a_stage_has_one_place() -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 is named twice"):
+        settle_text(EngineConfig(stages=("127.0.0.1:1",) * 2), Cpu())
+    several = [EngineConfig(stages=(f"127.0.0.1:{port}",)) for port in (1, 2, 1)]
+    check_alone(several[:2])
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 is named twice"):
+        check_alone(several)
+
+
+def test_a_stage_outlives_strangers_and_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = str(tiny_checkpoint("dense", n_layers=8))
     stage = Stage(checkpoint, "--threads", "1")
     try:
@@ -374,7 +433,11 @@ def test_a_stage_outlives_strangers_and_has_one_engine(tmp_path: Path) -> None:
             with socket.create_connection((host, port)) as stranger:
                 stranger.sendall(sent)
         config = EngineConfig(model=checkpoint, stages=(stage.address,), **SETTINGS)
-        first = built(config)
+        wait = Stages.wait
+        with monkeypatch.context() as patch:
+            patch.setattr(Stages, "wait", lambda *given: [("layers", "avx2"), *wait(*given)[1:]])
+            first = built(config)
+        assert any("answers have the bits of no single one" in notice for notice in first.info.notices)
         second: list[Any] = []
         waiting = threading.Thread(target=lambda: second.append(built(config)))
         waiting.start()
@@ -383,5 +446,6 @@ def test_a_stage_outlives_strangers_and_has_one_engine(tmp_path: Path) -> None:
         first.neighbours.behind.close()
         waiting.join(30)
         assert second and answers(second[0])
+        assert not any("bits of no single one" in notice for notice in second[0].info.notices)
     finally:
         stage.close()
