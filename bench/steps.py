@@ -190,18 +190,20 @@ class Figures:
                 why = "" if process.poll() is not None else f", ended after {time.monotonic() - at:.0f} s"
                 status = ended(process)
                 self._processes.discard(process)
+            said = log.read_text(errors="replace").splitlines()
             self._gather(step, home, log)
             told = f": FAILED with status {status}{why}, see {self.log}" if status else ""
             self._say(f"{step.name}: {time.monotonic() - at:5.0f} s  {text}{told}")
             if status:
                 self.missed.append(step.name)
-                print(*log.read_text(errors="replace").splitlines()[-MOST_TOLD:], sep="\n", flush=True)
+                print(*said[-MOST_TOLD:], sep="\n", flush=True)
 
     def _gather(self, step: Step, home: Path, log: Path) -> None:
         """Moves what a command wrote to the results, with its log."""
         with self._lock:
             with self.log.open("a") as file:
                 file.write(log.read_text(errors="replace"))
+            log.unlink()
             for path in sorted(set(home.iterdir()) - set(home.glob("*.part"))):
                 if self.commit and path.suffix == ".json":
                     stamp(path, self.commit)

@@ -61,8 +61,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     if most is None:
         raise ConfigError("--tp-invariant: say how many parts the model is cut into, as --tp-invariant 8")
     sizes = [n for n in sizes if n <= torch.cuda.device_count()]
-    draw, rows, first = random.Random(0), list[dict[str, Any]](), list[Answer]()
-    prompts = [draw.choices(range(1000), k=draw.randrange(1, LONGEST)) for _ in range(arguments.prompts)]
+    rows, first = list[dict[str, Any]](), list[Answer]()
     write = writer(
         "gpu-same-bits",
         name,
@@ -71,13 +70,15 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
         cuts=most,
         layers=arguments.layers,
         settings=changed(config),
-        prompts=len(prompts),
+        prompts=arguments.prompts,
         output=arguments.output,
     )
     for n in sizes:
         begin = time.perf_counter()
         model = GpuModel.load(replace(config, tensor_parallel=n), arguments.format, arguments.layers)
-        engine = model.engine(parse_levers(config.lever), ROWS)
+        engine, draw = model.engine(parse_levers(config.lever), ROWS), random.Random(0)
+        ids = range(engine.info.n_prompt_ids or engine.info.vocab_size)
+        prompts = [draw.choices(ids, k=draw.randrange(1, LONGEST)) for _ in range(arguments.prompts)]
         found = answers(engine, prompts, arguments.output)
         first = first or found
         alone = answers(engine, prompts[:1], arguments.output)

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
-from bench.gpu import ablate, contexts, drafts, experts, fill, host, loops, lora, outside
+from bench.gpu import ablate, contexts, drafts, experts, fill, host, loops, lora, outside, same_bits
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
@@ -404,3 +404,38 @@ def test_the_loop_that_multiplies_is_counted() -> None:
 """
     assert loops.loop_of(text) == {"LOP3.LUT": 1, "HGMMA.64x16x16.F32.BF16": 1, "BRA": 1}
     assert not loops.loop_of(text.replace("HGMMA", "FADD"))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
+def test_answers_on_several_numbers_of_gpus_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once and one alone; what differs is counted, and a number of GPUs that is not there is left out."""
+    monkeypatch.setattr(same_bits, "need_gpu", lambda *_: None)
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu, "begin_compiling", lambda *given: SimpleNamespace(wait=lambda progress: None))
+    monkeypatch.setattr(same_bits, "LONGEST", 40)
+    sizes = {"max_model_len": 128, "max_step_tokens": 128, "n_pages": 16}
+    config = EngineConfig(model=str(tiny_checkpoint("dense")), tp_invariant=2, **sizes)
+    given = dict(as_chip=None, format=None, layers=None, prompts=3, output=4, out=str(tmp_path / "2026-01-01-h200"))
+    assert same_bits.bench(argparse.Namespace(on="1,1,8", **given), config) == 0
+    (file,) = (tmp_path / "2026-01-01-h200").iterdir()
+    found = json.loads(file.read_text())
+    assert [(row["gpus"], row["compared"], row["tokens"], row["differ"]) for row in found["rows"]] == [
+        (1, 4, 16, 0)
+    ] * 2
+    own = same_bits.answers
+    made = list[int]()
+
+    def changed(engine: Engine, prompts: list[list[int]], n_output: int) -> list[same_bits.Answer]:
+        made.append(len(prompts))
+        answers = own(engine, prompts, n_output)
+        if len(made) > 2:
+            answers[0][0] = (*answers[0][0][:2], [9.0])
+        return answers
+
+    monkeypatch.setattr(same_bits, "answers", changed)
+    late = given | {"out": str(tmp_path / "late")}
+    assert same_bits.bench(argparse.Namespace(on="1,1", **late), config) == 1
+    assert json.loads(next((tmp_path / "late").iterdir()).read_text())["rows"][1]["differ"] == 2
+    with pytest.raises(ConfigError, match="--tp-invariant: say how many parts"):
+        same_bits.bench(argparse.Namespace(on="1", **given), replace(config, tp_invariant=None))
