@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bench.kept import Runs, grid, missing, percent, ranged, source, spread
 
+MOST_LOAD = 4.0
+"""The load average above which times over HTTP are those of other programs."""
+
 
 def drafts(runs: Runs) -> str:
     """How many times as fast steps with drafts are, and the tokens that they give."""
@@ -33,10 +36,34 @@ def drafts(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
 
 
+def right(runs: Runs) -> str:
+    """How good the built-in model's heads guess, if every guess is run."""
+    again = "python -m bench.drafts_right --draft-model training/drafter"
+    found = runs.newest("drafts-right.json")
+    if not found:
+        return missing(again)
+    data = found[-1].data
+    places = [str(place) for place in range(1, 1 + data["max_drafts"])]
+    rows = []
+    for row in data["rows"]:
+        of_places = [percent(row["right"][place]) if place in row["right"] else "–" for place in places]
+        name = f"{row['what']}, {row['guesses']}"
+        times = f"{row['plain_cpu_ms_a_token'] / row['cpu_ms_a_token']:.2f}"
+        rows.append([name, f"{row['temperature']:g}", f"{row['tokens_a_step']:.2f}", *of_places, times])
+    text = (
+        f"{data['model']} model, drafts of up to {data['max_drafts']} tokens in every step, whether they pay or not, {data['rows'][0]['answers']} "
+        "answers each, the same as without drafts: the tokens that a step gives; of guesses for each place of a draft how many were right, "
+        "with all before them; and how many times less of a processor's time a token takes, in one thread, with its prompt's share. The "
+        f"machine was shared (load average {data['load']:.0f})."
+    )
+    header = ["", "temperature", "tokens a step", *(f"place {place}" for place in places), "times less time"]
+    return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
+
+
 def served(runs: Runs) -> str:
-    """How often a model's own head is right, and what that brings over HTTP."""
+    """How often a model's heads are right, and what that brings over HTTP, on a machine that was not busy."""
     again = "python -m bench.drafts_served"
-    found = runs.newest("drafts-served.json")
+    found = runs.newest("drafts-served.json", where=lambda data: data.get("load", 0) < MOST_LOAD)
     if not found:
         return missing(again)
     data = found[-1].data
@@ -45,7 +72,8 @@ def served(runs: Runs) -> str:
     for row in data["rows"]:
         right = [percent(row["right"][place]) if place in row["right"] else "–" for place in places]
         times = spread({"min": row["least"], "max": row["most"], "median": row["times"]})
-        rows.append([row["what"], f"{row['temperature']:g}", str(row["answers"]), *right, times])
+        name = ", ".join((row["what"], *([row["guesses"]] if "guesses" in row else [])))
+        rows.append([name, f"{row['temperature']:g}", str(row["answers"]), *right, times])
     text = (
         f"{data['model']} model, drafts of up to {data['max_drafts']} tokens, the same answers from a server without: of guesses for the "
         "first place of a draft, and the next ones, how many were right, if those before were run; and how many times as fast answers "

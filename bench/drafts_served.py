@@ -1,15 +1,18 @@
-"""What drafts bring over HTTP, with a model's own head: `python -m bench.drafts_served [MODEL] [--out DIR]`.
+"""What drafts bring over HTTP, with a model's own heads: `python -m bench.drafts_served [MODEL] [--out DIR]`.
 
-Two servers of a model, one without drafts, answer stories, sums and calls of tools, one request after the
-other, greedy and at temperature 0.8. They take turns, and must give the same answers. Told are the tokens a
-second of decoding, by the server's own clock, and how many guesses were right, by their place in the draft.
+Servers of a model, one without drafts, one with its draft head (MTP), and with --draft-model one with a block
+drafter, answer stories, sums and calls of tools, one request after the other, greedy and at temperature 1.
+They take turns, and must give the same answers. Told are the tokens a second of answers, by the server's own
+clock, how many guesses were right, by their place in the draft, and how many a draft.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import re
 import statistics
 from collections import Counter
@@ -36,7 +39,8 @@ WORK: dict[str, Callable[[int], dict[str, Any]]] = {
     "tools": lambda i: {"content": f"Tell me the weather in {CITIES[i % 6]}" + "!" * (i // 6), "tools": [WEATHER]},
 }
 """What is asked, by its number: another prompt each time, so that no answer comes from the prefix cache."""
-TEMPERATURES = (0.0, 0.8)
+TEMPERATURES = (0.0, 1.0)
+PLAIN, MTP, BLOCK = "no drafts", "MTP", "block drafter"
 
 
 async def ask(endpoint: Endpoint, model: str, work: dict[str, Any], seed: int, temperature: float) -> dict[str, Any]:
@@ -61,52 +65,58 @@ async def drafted(endpoint: Endpoint) -> Counter[str]:
     return Counter({f"{kind or 'all_'}{position}": int(float(n)) for kind, position, n in found})
 
 
+def told(counts: Counter[str]) -> dict[str, Any]:
+    """Parts of guesses that were right, by place, and how many a draft. counts: as of `drafted`."""
+    n = {int(key.rpartition("_")[2]): n for key, n in counts.items() if key.startswith("all_") and n}
+    right = {str(place): round(counts[f"accepted_{place}"] / n[place], 3) for place in sorted(n)}
+    n_right = sum(counts[f"accepted_{place}"] for place in n)
+    return {"right": right, "drafted": sum(n.values()), "right_a_draft": round(n_right / n[1], 2) if n else 0.0}
+
+
 async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
-    model = [given.model] if given.model else []
-    servers = [
-        LocalServer([*model, *given.serve_args.split(), "--max-drafts", str(most)]) for most in (0, given.max_drafts)
-    ]
+    args = [*([given.model] if given.model else []), *given.serve_args.split()]
+    drafts = ["--max-drafts", str(given.max_drafts)]
+    flags = {PLAIN: ["--max-drafts", "0"], MTP: drafts}
+    if given.draft_model:
+        flags[BLOCK] = [*drafts, "--draft-model", given.draft_model]
+    servers = {name: LocalServer([*args, *own]) for name, own in flags.items()}
     try:
-        plain, drafting = [await server.wait_ready() for server in servers]
-        name, rows = await model_name(plain), []
-        for kind, make in WORK.items():
-            for temperature in TEMPERATURES:
-                before, rates, n_tokens = await drafted(drafting), dict[Endpoint, list[float]](), 0
-                for i in range(given.requests):
-                    work, said, order = make(i), dict[Endpoint, Any](), [plain, drafting]
-                    for endpoint in order[:: 1 - 2 * (i % 2)]:
-                        answer = await ask(endpoint, name, work, i, temperature)
-                        usage = answer["usage"]
-                        n = usage["completion_tokens"] - 1
-                        rates.setdefault(endpoint, []).append(n / max(1e-4, usage["timing"]["decode_ms"] / 1e3))
-                        message = answer["choices"][0]["message"]
-                        calls = [call["function"] for call in message.get("tool_calls") or ()]
-                        said[endpoint] = message["content"], message.get("reasoning_content"), calls
-                    n_tokens += n
-                    assert said[plain] == said[drafting], f"drafts changed an answer: {said}"
-                after = await drafted(drafting) - before
-                places = sorted({int(key.rpartition("_")[2]) for key in after})
-                right = {
-                    str(p): round(after[f"accepted_{p}"] / after[f"all_{p}"], 3) for p in places if after[f"all_{p}"]
-                }
-                ratios = [b / a for a, b in zip(rates[plain], rates[drafting], strict=True)]
+        endpoints = {name: await server.wait_ready() for name, server in servers.items()}
+        model, rows = await model_name(endpoints[PLAIN]), []
+        for (kind, make), temperature in itertools.product(WORK.items(), TEMPERATURES):
+            before = {name: await drafted(endpoint) for name, endpoint in endpoints.items()}
+            rates, n_tokens = {name: list[float]() for name in endpoints}, 0
+            for i in range(given.requests):
+                said, order = dict[str, Any](), [*endpoints]
+                for name in order[i % len(order) :] + order[: i % len(order)]:
+                    answer = await ask(endpoints[name], model, make(i), i, temperature)
+                    usage = answer["usage"]
+                    n = usage["completion_tokens"] - 1
+                    rates[name].append(n / usage["timing"]["total_ms"] * 1e3)
+                    message = answer["choices"][0]["message"]
+                    calls = [call["function"] for call in message.get("tool_calls") or ()]
+                    said[name] = message["content"], message.get("reasoning_content"), calls
+                n_tokens += n
+                assert all(one == said[PLAIN] for one in said.values()), f"drafts changed an answer: {said}"
+            for name in [*endpoints][1:]:
+                ratios = [b / a for a, b in zip(rates[PLAIN], rates[name], strict=True)]
                 rows.append({
-                    "what": kind, "temperature": temperature, "answers": len(ratios), "tokens": n_tokens,
-                    "plain_tok_s": round(statistics.median(rates[plain]), 1),
-                    "drafts_tok_s": round(statistics.median(rates[drafting]), 1),
+                    "what": kind, "temperature": temperature, "guesses": name, "answers": len(ratios), "tokens": n_tokens,
+                    "plain_tok_s": round(statistics.median(rates[PLAIN]), 1),
+                    "drafts_tok_s": round(statistics.median(rates[name]), 1),
                     "times": round(statistics.median(ratios), 3), "least": round(min(ratios), 3), "most": round(max(ratios), 3),
-                    "right": right, "drafted": sum(n for key, n in after.items() if key.startswith("all_")),
-                })  # fmt: skip
+                } | told(await drafted(endpoints[name]) - before[name]))  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
         return rows
     finally:
-        for server in servers:
+        for server in servers.values():
             server.stop()
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
+    flags.add_argument("--draft-model", metavar="HEAD", help="a block drafter of the model, for a third server")
     flags.add_argument("--requests", type=int, default=24, help="of each kind and temperature")
     flags.add_argument("--max-drafts", type=int, default=8, metavar="TOKENS", help="of the server with drafts")
     flags.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
@@ -116,7 +126,13 @@ def main() -> None:
     rows = asyncio.run(run(given))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        found = {"bench": "drafts served", **made_by, "max_drafts": given.max_drafts, "rows": rows}
+        found = {
+            "bench": "drafts served",
+            **made_by,
+            "max_drafts": given.max_drafts,
+            "load": os.getloadavg()[0],
+            "rows": rows,
+        }
         (given.out / "drafts-served.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -499,6 +499,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "serve": serve,
     "served": served,
     "drafts": draft_tables.drafts,
+    "drafts-right": draft_tables.right,
     "drafts-served": draft_tables.served,
     "pictures": picture_tables.pictures,
     "gpu-pictures": picture_tables.gpu_pictures,

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import islice, pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench import drafts_right
+from deltic import LLM
+from deltic.engine.drafts import Drafter, Drafting
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights, stored_shape
 from tests.plain import plain
@@ -313,3 +317,16 @@ def test_a_block_head_learns(tokenizer: Tokenizer) -> None:
         optimiser.step(0.5)
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0] and len(shares) == block_head.BLOCK
+
+
+def test_the_kept_drafter_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step, as bench/drafts_right.py counts them; the answers are those without drafts."""
+    for owner, name in ((Drafter, "propose"), (Drafting, "_n_asked"), (Drafting, "_step_s")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # what is changed there is undone
+    sizes: dict[str, Any] = {"threads": 1, "max_num_seqs": 1}
+    plain_, drafting = LLM(**sizes, max_drafts=0), LLM(**sizes, max_drafts=5, draft_model="training/drafter")
+    drafts_right.run_every_guess()
+    for temperature, least in ((0.0, 2.5), (1.0, 2.3)):
+        said, found = drafts_right.measure(drafting, "stories", temperature, 2)
+        assert said == drafts_right.measure(plain_, "stories", temperature, 2)[0]
+        assert found["tokens_a_step"] > least and list(found["right"]) == ["1", "2", "3", "4", "5"]
