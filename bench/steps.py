@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shlex
@@ -76,11 +77,16 @@ def worded(command: str, words: Mapping[str, object]) -> list[str]:
     return [sys.executable if part == "python" else part for part in parts]
 
 
-def stamp(path: Path, commit: str) -> None:
-    """Notes the commit in a result file."""
-    data = json.loads(path.read_text())
-    data.setdefault("code" if "client" not in data else "client", {}).update(commit=commit, modified=False)
-    path.write_text(json.dumps(data) + "\n")
+def stamp(path: Path, commit: str | None) -> bool:
+    """Notes the commit in a result file. False: it is none, as one that was cut while it was written."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError:
+        return False
+    if commit and isinstance(data, dict):
+        data.setdefault("code" if "client" not in data else "client", {}).update(commit=commit, modified=False)
+        path.write_text(json.dumps(data) + "\n")
+    return True
 
 
 @dataclass
@@ -205,9 +211,9 @@ class Figures:
                 file.write(log.read_text(errors="replace"))
             log.unlink()
             for path in sorted(set(home.iterdir()) - set(home.glob("*.part"))):
-                if self.commit and path.suffix == ".json":
-                    stamp(path, self.commit)
+                is_broken = path.suffix == ".json" and not stamp(path, self.commit)
                 name = path.name.replace("gpu-", f"gpu-{step.kind}-", 1) if step.kind else path.name
+                name += ".broken" if is_broken else ""
                 # another step may have begun in the same second
                 while (self.results / name).exists() and path.suffix == ".json":
                     name = f"{Path(name).stem}-{step.name}.json"
@@ -220,12 +226,16 @@ class Figures:
         with self._lock:
             target = self.out / f"figures-{self.plan}.tgz"
             part = target.with_suffix(".part")
+            files = {str(path.relative_to(self.results)): path for path in sorted(self.results.rglob("*"))}
+            for path in sorted((*self.scratch.glob("*.txt"), *self.scratch.glob("*/*.json"))):
+                if path.parent != self.results:
+                    files[f"running/{path.parent.name}-{path.name}"] = path
             with tarfile.open(part, "w:gz") as archive:
-                for path in sorted(self.results.iterdir()):
-                    archive.add(path, path.name)
-                for path in sorted((*self.scratch.glob("*.txt"), *self.scratch.glob("*/*.json"))):
-                    if path.parent != self.results:
-                        archive.add(path, f"running/{path.parent.name}-{path.name}")
+                for name, path in files.items():
+                    if path.is_file():
+                        added, content = tarfile.TarInfo(name), path.read_bytes()  # it may grow meanwhile
+                        added.size = len(content)
+                        archive.addfile(added, io.BytesIO(content))
             part.replace(target)
 
 

@@ -141,11 +141,15 @@ def test_steps_without_time_are_passed_over_and_copies_get_their_commit(
     own = python("import json; json.dump({'code': {'commit': 'old', 'modified': True}}, open('OUT/gpu-y.json', 'w'))")
     steps = [Step("a", 0.1, (write,)), Step("b", 100, ()), Step("c", 0.1, ("python -c 1/0",))]
     steps += [Step("d", 0.1, (own,), kind="files")]
+    steps += [
+        Step("e", 0.1, (python("open('OUT/cut.json', 'w').write('[1, 2'); open('OUT/list.json', 'w').write('[1]')"),))
+    ]
     assert figures_of(tmp_path, commit="abc").run(steps) == ["b", "c"]
     found = json.loads((tmp_path / "out" / "x.json").read_text())
     assert found["client"] == {"version": "1", "commit": "abc", "modified": False}
     found = json.loads((tmp_path / "out" / "gpu-files-y.json").read_text())
     assert found["code"] == {"commit": "abc", "modified": False}, "an older history is no witness"
+    assert (tmp_path / "out" / "cut.json.broken").exists() and (tmp_path / "out" / "list.json").exists()
     said = capsys.readouterr().out
     assert "b: passed over, too little time is left" in said and "FAILED with status 1" in said
     assert "ZeroDivisionError" in said and "ZeroDivisionError" in (tmp_path / "out" / "figures-p.log").read_text()
