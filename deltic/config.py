@@ -197,6 +197,9 @@ class EngineConfig:
         device="cuda",
         kind="text",
     )
+    expert_parallel: bool = knob(
+        False, "give GPUs whole experts, also where columns of all could be cut", device="cuda", kind="text"
+    )
     stages: tuple[str, ...] = knob(
         (), "machines with the further layers, in order", metavar="HOST:PORT", several=True, device="cpu", kind="text"
     )
@@ -573,11 +576,13 @@ Config = EngineConfig | ModelConfig | ServerConfig
 
 MEASURED = (
     *("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "kv_cache_dtype"),
-    *("state_dtype", "tensor_parallel", "tp_invariant", "seed"),
+    *("state_dtype", "tensor_parallel", "tp_invariant", "expert_parallel", "seed"),
 )
 """Settings of an engine that benches of a model on a GPU take, too."""
 
-DECIDE_BITS = ("revision", "quantize_rest", "rope_scaling", "state_dtype", "tp_invariant", "lever", "seed")
+DECIDE_BITS = (
+    *("revision", "quantize_rest", "rope_scaling", "state_dtype", "tp_invariant", "expert_parallel", "lever", "seed"),
+)
 """Settings that decide the bits of answers, beside what an engine tells of itself."""
 
 _FOR_A_CHILD = """

@@ -160,7 +160,7 @@ def _walk(path: str, owner: object) -> Iterator[tuple[str, DeviceArray | Matrix]
     elif dataclasses.is_dataclass(owner) and not isinstance(owner, Matrix):
         for each in dataclasses.fields(owner):
             yield from _walk(f"{path}.{each.name}".lstrip("."), getattr(owner, each.name))
-    elif owner is not None:
+    elif owner is not None and not isinstance(owner, int):
         yield path, owner
 
 

@@ -31,7 +31,7 @@ from deltic.models.gguf_config import naming
 from deltic.models.joint_head import HeadShape, JointHead
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.shard import cut, whole
+from deltic.models.qwen.shard import cut, deals_experts, shares_told, whole
 from deltic.models.qwen.weights import MIXES, UNUSED, dummy_formats, has_head, stored_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import check_tower, picture_rules, stored_tower, stored_vision_shape, tower_place
@@ -188,12 +188,9 @@ def settle_text(
     device.check(config, directory)
     tower, no_pictures = find_tower(config, directory, shape, device.text)
     n_real, shape = n_real_ids(config, directory, shape), nth_stage(shape, directory, config, stage)
-    largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
-    if n_idle := sum(part.is_idle for part in cuts):
-        notices = (
-            *notices,
-            f"{n_idle} of {len(cuts)} parts have no inner columns of their own in some matrices: groups of scales are wide",
-        )
+    are_dealt = are_experts_dealt(config, shape, device.n_cuts)
+    largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None, are_dealt=are_dealt)
+    notices += shares_told(cuts)
     bytes_of = partial(device.text.adapter_bytes, cuts=cuts)
     adapters = adapter_room(config, given_adapters(config, shape), bytes_of)
     with naming(None if config.dummy else directory):
@@ -214,6 +211,28 @@ def settle_text(
         joint_head=joint_head,
         no_pictures=no_pictures,
     )
+
+
+def are_experts_dealt(config: EngineConfig, shape: ModelShape, n_cuts: int) -> bool:
+    """Returns whether parts of a model get whole experts: where that is asked for, or columns are too few.
+
+    Raises ConfigError where it is asked for and cannot be.
+    """
+    adapters = "--lora" if config.lora else "--allow-lora-loading" if config.allow_lora_loading else ""
+    if not config.expert_parallel:
+        return deals_experts(shape, n_cuts) and not adapters and config.expert_memory is None
+    if not shape.is_moe or n_cuts == 1:
+        why = (
+            "one GPU has all experts; give --tensor-parallel, too"
+            if shape.is_moe
+            else "the model has no routed experts"
+        )
+        raise ConfigError(f"--expert-parallel: {why}; else leave it out")
+    if adapters:
+        raise ConfigError(
+            f"--expert-parallel: {adapters} is for experts that are cut by their columns; leave one of both out"
+        )
+    return True
 
 
 def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape, device: Cpu | Gpu) -> FoundDrafter | None:

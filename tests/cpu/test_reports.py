@@ -158,8 +158,12 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tp_invariant=2)))
     assert "Allocated before ready, 2 of 2 parts" in report
     wide = EngineConfig(dummy="qwen3.5-35b-a3b", device="cuda", memory_gb=130.0, tensor_parallel=8)
-    told = "4 of 8 parts have no inner columns of their own in some matrices"
+    told = "xperts are dealt out whole, 32 of 256 to each of 8 parts"
     assert told in words(fit.report(wide, format="fp8")) and told not in words(fit.report(wide))
+    assert told in words(fit.report(replace(wide, expert_parallel=True)))
+    adapted = replace(wide, allow_lora_loading=True)
+    idle = "4 of 8 parts have no columns of their own in some matrices: groups of scales are wide"
+    assert idle in words(fit.report(adapted, format="fp8"))
 
 
 def test_a_model_on_several_gpus_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

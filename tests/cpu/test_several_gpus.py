@@ -4,6 +4,7 @@ or is refused by name before anything is loaded."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 from deltic.config import ConfigError, EngineConfig
+from deltic.runtime.build import settle
 from deltic.runtime.gpu.device import Gpu
 from tests.planned import settled
 
@@ -42,6 +44,17 @@ ALONE = "cpu/test_reports.py::test_a_model_on_several_gpus_is_alone"
 TABLE: dict[str, tuple[str, str, str]] = {
     "dense": (f"{ENGINE}::test_against_the_oracle[dense]", *of_ranks("dense-bf16")),
     "mixture": (f"{ENGINE}::test_against_the_oracle[moe]", *of_ranks("moe-bf16")),
+    "experts dealt out whole": (
+        f"refused {HERE}::test_who_deals_no_experts_out",
+        *both("dealt"),
+    ),
+    "experts dealt out, outside the GPU": (
+        f"refused {HERE}::test_who_deals_no_experts_out",
+        *refused("dealt"),
+    ),
+    "experts dealt out, with adapters": (
+        *(f"refused {HERE}::test_who_deals_no_experts_out",) * 3,
+    ),
     "Qwen3.8-Flash-Next": (f"{ENGINE}::test_against_the_oracle[flash]", *of_ranks("flash-bf16")),
     "`--quantize fp8`": (f"{QUANTISED}::test_alone_and_among_others[--quantize fp8 dense]", E4M3, E4M3),
     "`--quantize int8`": (f"{QUANTISED}::test_alone_and_among_others[--quantize int8 dense]", *both("int8")),
@@ -102,7 +115,11 @@ TABLE: dict[str, tuple[str, str, str]] = {
 """By feature, the test of each: on one GPU, on two, in two parts on one (`--tp-invariant 2`)."""
 
 PARTED: dict[str, tuple[dict[str, Any], str]] = {
-    "speech": ({"dummy": "qwen3-tts-0.6b"}, "--tensor-parallel 2|--tp-invariant 2")
+    "dealt": (
+        {"expert_memory": 1.0, "expert_parallel": True, "dummy": "qwen3.5-35b-a3b"},
+        "--expert-memory 1.0: experts are dealt out whole to parts of the model; leave it out",
+    ),
+    "speech": ({"dummy": "qwen3-tts-0.6b"}, "--tensor-parallel 2|--tp-invariant 2"),
 }
 """What is refused with a model in parts: settings, and what is said."""
 
@@ -115,6 +132,26 @@ def test_what_parts_refuse(case: str, n_gpus: int) -> None:
     settings, said, device = *PARTED[case], Gpu((), n_gpus, 2)
     with pytest.raises(ConfigError, match=said):
         settled(EngineConfig(device="cuda", **settings, **parts), device, 130 * 10**9)
+
+
+def test_who_deals_no_experts_out() -> None:
+    """Nor are they dealt out unasked where there is room for adapters, or experts are to be outside."""
+    config = EngineConfig(dummy="qwen3.5-35b-a3b", device="cuda", expert_parallel=True)
+    refusals: list[tuple[EngineConfig, int, str]] = [
+        (config, 1, "one GPU has all experts; give --tensor-parallel, too; else leave it out"),
+        (replace(config, dummy="qwen3.5-27b"), 2, "the model has no routed experts; else leave it out"),
+        (
+            replace(config, allow_lora_loading=True),
+            2,
+            "--allow-lora-loading is for experts that are cut by their columns",
+        ),
+    ]
+    for given, n_gpus, said in refusals:
+        with pytest.raises(ConfigError, match=f"--expert-parallel: {said}"):
+            settle(given, Gpu((), n_gpus))
+    for more in ({}, {"allow_lora_loading": True}, {"expert_memory": 1.0}):
+        model = settle(replace(config, expert_parallel=False, **more), Gpu((), 8), "fp8")
+        assert all((cut.own_experts is None) == bool(more) for cut in model.cuts)
 
 
 def ids(mark: Any) -> set[str]:

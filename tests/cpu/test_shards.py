@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.files import open_tensors
 from deltic.models.qwen.adapters import Delta
 from deltic.models.qwen.published import published_shape
-from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.shard import Cuts, Runs, cut, share
-from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, dummy_formats, load_weights, stored_shape
+from deltic.models.qwen.shape import ModelShape, experts_of
+from deltic.models.qwen.shard import Cuts, Runs, cut, deals_experts, share, shares_told
+from deltic.models.qwen.weights import (
+    UNUSED,
+    AttnLayer,
+    GdnLayer,
+    Mlp,
+    Moe,
+    Weights,
+    dummy_formats,
+    load_weights,
+    stored_shape,
+)
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.matrix import Matrix
 from tests.quantised_rows import random_rows
-from tests.tiny import tiny_checkpoint
+from tests.tiny import set_sizes, tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 
@@ -132,10 +144,15 @@ def of_part(matrix: Array, rows: Runs | None, columns: Runs | None) -> Array:
 
 
 def check_matrices(whole: Weights, part: Weights, cuts: Cuts) -> None:
-    """What `of_matrix` says is what the part has; and so it is of an adapter, with terms of some rows and of all."""
+    """What `of_matrix` says is what the part has; and so it is of an adapter, with terms of some rows and of all. No adapter is for
+    experts that are dealt out.
+    """
     rng, of_whole = np.random.default_rng(0), named(whole)
     assert named(part).keys() == of_whole.keys()
     for name, found in named(part).items():
+        if cuts.own_experts is not None and len(of_whole[name]) > 1:
+            assert np.array_equal(found, of_whole[name][slice(*cuts.own_experts)])
+            continue
         rows, columns = cuts.of_matrix(name)
         m, n, k = of_whole[name].shape
         expected = of_part(of_whole[name], rows, columns)
@@ -169,12 +186,55 @@ def test_ranks_have_the_model_between_them(name: str, n_ranks: int) -> None:
         for part, expected in wholes(whole).items():
             assert np.array_equal(wholes(weights)[part], expected), part
         check_matrices(whole, weights, cuts)
-    for part, expected in parts(whole, shape).items():
+    check_whole(ranks, parts(whole, shape), shape.n_kv_heads)
+
+
+def check_whole(
+    ranks: list[dict[str, Array]], whole: dict[str, Array], n_kv_heads: int, are_dealt: bool = False
+) -> None:
+    """What ranks have between them is the model."""
+    n_ranks = len(ranks)
+    for part, expected in whole.items():
         found = [rank[part] for rank in ranks if not is_idle(rank, part)]
-        if " kv " in part and shape.n_kv_heads < n_ranks:
+        if " kv " in part and n_kv_heads < n_ranks:
             assert all(len(one) == 1 for one in found)
-            found = found[:: n_ranks // shape.n_kv_heads]
-        assert np.array_equal(np.concatenate(found), expected), part
+            found = found[:: n_ranks // n_kv_heads]
+        is_expert = are_dealt and " shared " not in part and part.rpartition(" ")[2] in ("gate", "up", "down")
+        assert np.array_equal(np.concatenate(found, axis=1 if is_expert else 0), expected), part
+
+
+EIGHT = {"HIDDEN": 128, "N_K_HEADS": 8, "K_DIM": 32, "N_Q_HEADS": 8, "SHARED_WIDTH": 256}
+DEALT = {
+    "bf16": lambda: tiny_checkpoint("moe", seed=8, has_mtp=True),
+    "by name": lambda: tiny_checkpoint("moe", seed=8, experts="split"),
+    "gguf": lambda: tiny_gguf("moe", "Q8_0", seed=8),
+} | {
+    f"{name}": partial(lambda name: tiny_quantised("moe", name, seed=8).path, name)
+    for name in ("qwen-fp8", "w4a16", "nvfp4", "awq-compressed")
+}
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", DEALT)
+def test_experts_are_dealt_out(name: str, n_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, in the order of ranks; nothing else changes. Only a rank's own are read."""
+    set_sizes(monkeypatch, EIGHT)
+    for module in ("tiny", "tiny_config"):
+        monkeypatch.setattr(f"tests.{module}.n_v_heads_of", lambda kind: 8)
+    path = DEALT[name]()
+    (shape, whole), ranks = loaded(path), list[dict[str, Array]]()
+    _, cuts = cut(shape, n_ranks, are_dealt=True)
+    for i, part in enumerate(cuts):
+        n = shape.n_experts // n_ranks
+        assert part.own_experts == (i * n, i * n + n) and len(experts_of(part.shape)) == n
+        weights = load_weights(path, part.shape, cuts=part)[0]
+        ranks.append(parts(weights, part.shape))
+        check_matrices(whole, weights, part)
+        moes = [layer.mlp for layer in weights.layers]
+        assert all(isinstance(moe, Moe) and (moe.first, moe.down.n_matrices) == (i * n, n) for moe in moes)
+        names = {name for name in part.views(open_tensors(path, UNUSED)) if ".experts." in name}
+        assert not any(f".experts.{n}." in name for name in names), names
+    check_whole(ranks, parts(whole, shape), shape.n_kv_heads, are_dealt=True)
 
 
 def test_inner_columns_are_cut_where_groups_end() -> None:
@@ -211,3 +271,18 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     assert shape.intermediate_size * 8 == 17_408 and shape.head_rows * 8 == shape.vocab_size
     idle = [part.is_idle for part in cut(in_blocks, 8)[1]]
     assert sum(idle) == 4 and not any(part.is_idle for part in cut(whole, 8)[1])
+
+
+def test_who_deals_experts_out() -> None:
+    """Where parts would have no columns of their own. It is told, and so is what is left of the shared expert."""
+    shapes = {name: published_shape(name) for name in ("qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b")}
+    in_blocks = {name: replace(shape, formats=dummy_formats(shape, "fp8")) for name, shape in shapes.items()}
+    for name, shape in in_blocks.items():
+        assert [deals_experts(shape, n) for n in (1, 2, 4, 8)] == [False, False, False, name == "qwen3.5-35b-a3b"]
+        assert not deals_experts(shapes[name], 8) and not deals_experts(published_shape("qwen3.5-27b"), 8)
+    told = shares_told(cut(in_blocks["qwen3.5-35b-a3b"], 8, are_dealt=True)[1])
+    assert told == (
+        "experts are dealt out whole, 32 of 256 to each of 8 parts; of the shared expert 4 of 8 parts have no columns of their own",
+    )
+    with pytest.raises(UnsupportedModelError, match=r"num_experts.*256.*a multiple of 3"):
+        Cuts(replace(shapes["qwen3.5-35b-a3b"], gdn_n_k_heads=3, n_q_heads=3, n_kv_heads=3), 0, 3, are_dealt=True)

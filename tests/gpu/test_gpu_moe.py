@@ -70,6 +70,13 @@ class Layer:
             matrix(h, shared),
         )
         self.generator = generator
+        self.own = 0, e
+        """The experts that are here."""
+
+    def moe(self) -> Moe:
+        router, gate_up, down, *shared = self.weights
+        first, end = self.own
+        return Moe(*map(in_rows, (router, gate_up[first:end], down[first:end], *shared)), first)
 
     def rows(self, n: int) -> Tensor:
         size = (n, self.case.hidden)
@@ -114,7 +121,7 @@ class Layer:
             slots = torch.where(used.to(self.device), slots, -1)
         out = torch.full((self.case.k + 1, n, self.case.hidden), float("nan"), device=self.device)
         moe_decode(
-            x, Moe(*map(in_rows, self.weights)), Routing(self.case.k, normalise), row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
+            x, self.moe(), Routing(self.case.k, normalise), row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
             tiles=tiles,
         )  # fmt: skip
         return out
@@ -126,7 +133,7 @@ class Layer:
         t = x.shape[0]
         out = torch.full((t, self.case.hidden), float("nan"), device=self.device, dtype=dtype)
         moe_prefill(
-            x, Moe(*map(in_rows, self.weights)), Routing(self.case.k, True), blocks=_blocks(n_tokens, self.device),
+            x, self.moe(), Routing(self.case.k, True), blocks=_blocks(n_tokens, self.device),
             scratch=scratch or self.prefill_scratch(t), out=out, tiles=tiles,
         )  # fmt: skip
         return out
@@ -171,6 +178,31 @@ def test_a_row_alone_has_the_bits_it_has_among_others(device: str) -> None:
     else:  # (NumPy, which multiplies for the interpreter, has other bits for other K blocks)
         one = x[8:9]
         assert torch.equal(layer.decode(one, tiles=MoeTiles(alone=True)), layer.decode(one, tiles=MoeTiles()))
+
+
+@pytest.mark.parametrize("n", [1, 7, 37])
+def test_experts_may_be_elsewhere(device: str, n: int) -> None:
+    """Each of several parts has the bits of its own experts, and zeros for those of others, also in the places of rows before: these
+    are NaN. Of a prefill each has what its experts add up to.
+    """
+    layer = Layer(REAL[0] if device == "cuda" else TINY, device)
+    e, k = layer.case.n_experts, layer.case.k
+    x, used = layer.rows(n), torch.arange(n) % 5 != 4
+    whole, found = layer.decode(x, used), list[Tensor]()
+    many, n_tokens = torch.full((128, layer.case.hidden), torch.nan, dtype=x.dtype, device=device), [n, 0]
+    many[:n] = x
+    sums = list[Tensor]()
+    for own in ((0, e // 4), (e // 4, e // 2), (e // 2, e)):
+        layer.own = own
+        found.append(layer.decode(x, used))
+        sums.append(layer.prefill(many, n_tokens)[:n])
+        assert torch.equal(found[-1][k], whole[k])  # the shared expert is in each, here
+    used = used.to(device)
+    assert torch.equal(sum(part[:k, used] for part in found), whole[:k, used])
+    assert all(0 < (part[:k, used] == 0).all(-1).sum() < k * used.sum() for part in found) or n == 1
+    layer.own = 0, e
+    shared = layer.parts(x)[k]
+    _close(sum(sums) - 2 * shared, layer.prefill(many, n_tokens)[:n])
 
 
 def test_unused_rows_route_nowhere(device: str) -> None:
@@ -291,6 +323,10 @@ def test_refuses_what_does_not_fit(device: str) -> None:
         layer.decode(layer.rows(1).float())
     layer.weights = (*layer.weights[:4], layer.weights[4][:, :32].contiguous())
     with pytest.raises(ValueError, match="shared expert"):
+        layer.decode(layer.rows(1))
+    layer = Layer(TINY, device)
+    layer.weights, layer.own = (layer.weights[0][:-2].contiguous(), *layer.weights[1:]), (4, 8)
+    with pytest.raises(ValueError, match="4 experts from 4 on, of 6"):
         layer.decode(layer.rows(1))
 
 

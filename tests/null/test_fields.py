@@ -95,6 +95,7 @@ def test_marks_of_a_prefix_cache_ask_for_nothing(engine: FakeEngineClient, url: 
 
 FINGERPRINTED: list[dict[str, Any]] = [
     {"tp_invariant": 2},
+    {"tp_invariant": 2, "expert_parallel": True},
     {"state_dtype": "bfloat16"},
     {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
     {"quantize_rest": "int8"},

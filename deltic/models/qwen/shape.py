@@ -110,6 +110,8 @@ class ModelShape:
     n_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     shared_intermediate_size: int = 0
+    own_experts: tuple[int, int] | None = None
+    """The run of experts that a part of a model has (models/qwen/shard.py). None: all."""
     norm_topk_prob: bool = True
     n_streams: int = 1
     """Residual streams. Several are mixed before each block and written to behind it (hyper-connections)."""
@@ -357,7 +359,7 @@ class ModelShape:
         gdn = (self.gdn_in_proj_rows + self.gdn_value_size) * h
         attn = (self.attn_qkv_rows + self.n_q_heads * self.head_dim) * h
         if self.is_moe:
-            expert = self.n_experts * self.moe_intermediate_size + self.shared_intermediate_size
+            expert = len(experts_of(self)) * self.moe_intermediate_size + self.shared_intermediate_size
             ffn = (self.n_experts + 3 * expert + 1) * h
         else:
             ffn = 3 * self.intermediate_size * h
@@ -393,6 +395,11 @@ HOW_IT_RUNS = {
     *("head_rows", "most_drafted", "feature_layers", "first_layer", "model_layer_types", "embeds", "draws"),
 }
 """Fields of a shape that say how a model is stored or run, not what it is."""
+
+
+def experts_of(shape: ModelShape) -> range:
+    """Returns the numbers of the experts that a part has: all, unless they are dealt out."""
+    return range(*(shape.own_experts or (0, shape.n_experts)))
 
 
 def stage_of(shape: ModelShape, begin: int, end: int) -> ModelShape:

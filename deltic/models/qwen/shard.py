@@ -2,10 +2,11 @@
 views of the stored tensors, so that nothing else is read. Each of several GPUs runs one part, or more.
 
 A part has a run of key heads of each DeltaNet layer, with their value heads, channels of the convolution,
-states, b and a; a run of query heads with their key and value heads, which are copied where there are fewer
-than parts; a run of the inner columns of each MLP and expert; and a run of the head's rows. The first part
-has all of these from which a draft head guesses. Embedding, norms, routers and the draft head's first matrix
-are whole in each. What comes out of out_proj, o_proj and down are partial sums: those of all parts are added.
+states, b and a; a run of query heads with their key and value heads, which are copied where there are
+fewer than parts; a run of the inner columns of each MLP and expert, or a run of whole experts where they
+are dealt out; and a run of the head's rows. The first part has all of these from which a draft head
+guesses. Embedding, norms, routers and the draft head's first matrix are whole in each. What comes out of
+out_proj, o_proj and down are partial sums: those of all parts are added.
 
 Inner columns are cut where the groups of a scale end, so a part may have more of them than another, or none
 that are its own.
@@ -99,8 +100,10 @@ class Inner(NamedTuple):
 class Cuts:
     """Ranges that a part has of a model of this shape."""
 
-    def __init__(self, shape: ModelShape, part: int, n_shards: int) -> None:
-        """Raises UnsupportedModelError where heads cannot be shared out evenly."""
+    def __init__(self, shape: ModelShape, part: int, n_shards: int, *, are_dealt: bool = False) -> None:
+        """are_dealt: whether experts are whole. Raises UnsupportedModelError where heads, or experts that are
+        dealt out, cannot be shared out evenly.
+        """
         self.whole, n = shape, n_shards
 
         def run(size: int, unit: int = 1) -> tuple[int, int]:
@@ -112,6 +115,7 @@ class Cuts:
             ("linear_num_key_heads", shape.gdn_n_k_heads, shape.gdn_n_k_heads % n == 0, supported),
             ("num_attention_heads", shape.n_q_heads, shape.n_q_heads % n == 0, supported),
             ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0, supported),
+            ("num_experts", shape.n_experts, not are_dealt or shape.n_experts % n == 0, supported),
         )
         refuse_limits(limits)
         self.keys: Runs = (run(shape.gdn_n_k_heads),)
@@ -130,7 +134,11 @@ class Cuts:
             begin, end = run(width, unit)
             return Inner(((begin, end),), False) if begin < end else Inner(((0, min(width, unit)),), True)
 
-        self.inner, self.expert = inner(shape.intermediate_size), inner(shape.moe_intermediate_size)
+        self.own_experts = run(shape.n_experts) if are_dealt else None
+        """The experts that the part has whole. None: it has columns of each."""
+        whole_width = Inner(((0, shape.moe_intermediate_size),), False)
+        self.inner = inner(shape.intermediate_size)
+        self.expert = whole_width if are_dealt else inner(shape.moe_intermediate_size)
         self.shared = inner(shape.shared_intermediate_size)
         self.is_idle = any(one.is_idle and _size(one.columns) for one in (self.inner, self.expert, self.shared))
         self.heads: tuple[Runs, ...] = tuple((share(shape.vocab_size, i, n, 16),) for i in range(n))
@@ -149,6 +157,7 @@ class Cuts:
             intermediate_size=_size(self.inner.columns),
             moe_intermediate_size=_size(self.expert.columns),
             shared_intermediate_size=_size(self.shared.columns),
+            own_experts=self.own_experts,
             head_rows=_size(self.head),
             most_drafted=min(self.whole.most_drafted, _size(self.heads[0])),
             tie_word_embeddings=False,
@@ -220,29 +229,38 @@ class Cuts:
             elif (runs := _by_end(columns, name)) is not None:
                 found[name] = _of_columns(tensor, runs)
             else:
-                found[name] = self._feed_forward(name, tensor)
+                found |= self._feed_forward(name, tensor)
         if "lm_head.weight" not in tensors:
             embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
             found["lm_head.weight"] = _of_rows(tensors[embedding], self.head)
         return found
 
-    def _feed_forward(self, name: str, tensor: StoredTensor) -> StoredTensor:
+    def _feed_forward(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        """The part's share of a tensor, by the name that it has there: none of another part's expert."""
         matched = re.search(
-            r"\.mlp\.(shared_expert\.|experts\.(?:\d+\.)?)?(gate_up|gate|up|down)_proj(\.weight)?$", name
+            r"\.mlp\.(shared_expert\.|experts\.(?:(\d+)\.)?)?(gate_up|gate|up|down)_proj(\.weight)?$", name
         )
         if not matched:
-            return tensor
-        where, part = matched[1] or "", matched[2]
+            return {name: tensor}
+        where, part = matched[1] or "", matched[3]
+        if where.startswith("experts.") and self.own_experts is not None:
+            begin, end = self.own_experts
+            if matched[2] is None:
+                _, n, k = tensor.shape
+                return {name: View(tensor, (end - begin, n, k), ((begin * n, end * n),))}
+            i = int(matched[2])
+            own = f"{name[: matched.start(2)]}{i - begin}{name[matched.end(2) :]}"
+            return {own: tensor} if begin <= i < end else {}
         inner = self.shared if where == "shared_expert." else self.expert if where else self.inner
         if part == "down":
-            return replace(_of_columns(tensor, inner.columns), is_zero=inner.is_idle)
+            return {name: replace(_of_columns(tensor, inner.columns), is_zero=inner.is_idle)}
         if part != "gate_up":
-            return _of_rows(tensor, inner.columns)
+            return {name: _of_rows(tensor, inner.columns)}
         n_experts, height, k = tensor.shape  # gate, then up, of each
-        ((begin, end),) = inner.columns
+        ((first, last),) = inner.columns
         starts = [i * height + half for i in range(n_experts) for half in (0, height // 2)]
-        runs = tuple((first + begin, first + end) for first in starts)
-        return View(tensor, (n_experts, 2 * (end - begin), k), runs)
+        runs = tuple((start + first, start + last) for start in starts)
+        return {name: View(tensor, (n_experts, 2 * (last - first), k), runs)}
 
 
 def whole(shape: ModelShape, cuts: Sequence[Cuts]) -> ModelShape:
@@ -250,16 +268,38 @@ def whole(shape: ModelShape, cuts: Sequence[Cuts]) -> ModelShape:
     return cuts[0].whole if cuts else shape
 
 
-def cut(shape: ModelShape, n_shards: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:
+def deals_experts(shape: ModelShape, n_shards: int) -> bool:
+    """Returns whether experts are better dealt out whole: a part would have no columns of its own of them."""
+    fewer = -(-shape.moe_intermediate_size // inner_unit(shape)) < n_shards
+    return shape.is_moe and fewer and shape.n_experts % n_shards == 0
+
+
+def shares_told(cuts: Sequence[Cuts]) -> tuple[str, ...]:
+    """Notices of parts whose shares of a feed-forward are not what one expects: for the log."""
+    n_idle = sum(part.is_idle for part in cuts)
+    wide = f"{n_idle} of {len(cuts)} parts have no columns of their own"
+    if cuts and (own := cuts[0].own_experts) is not None:
+        shared = f"; of the shared expert {wide}" if n_idle else ""
+        return (
+            f"experts are dealt out whole, {own[1]} of {cuts[0].whole.n_experts} to each of {len(cuts)} parts{shared}",
+        )
+    return (f"{wide} in some matrices: groups of scales are wide",) if n_idle else ()
+
+
+def cut(
+    shape: ModelShape, n_shards: int, *, are_even: bool = False, are_dealt: bool = False
+) -> tuple[ModelShape, tuple[Cuts, ...]]:
     """The parts of a model, and a shape that has the most of all; of one part the model, and nothing.
+    are_dealt: as `Cuts` takes it.
 
     Raises UnsupportedModelError as `Cuts`, CheckpointError where the parts differ but are to be even.
     """
     if n_shards == 1:
         return shape, ()
-    cuts = tuple(Cuts(shape, part, n_shards) for part in range(n_shards))
+    cuts = tuple(Cuts(shape, part, n_shards, are_dealt=are_dealt) for part in range(n_shards))
     of_all = [
-        (replace(one.shape, head_rows=0), one.inner.is_idle, one.expert.is_idle, one.shared.is_idle) for one in cuts
+        (replace(one.shape, head_rows=0, own_experts=None), one.inner.is_idle, one.expert.is_idle, one.shared.is_idle)
+        for one in cuts
     ]
     if are_even and any(of != of_all[0] for of in of_all):
         raise CheckpointError(

@@ -41,7 +41,7 @@ from deltic.models.loading import (
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.ngram_table import NgramTable, check_ngram_table, dummy_ngram_table, ngram_table_of
-from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, all_stages
+from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, all_stages, experts_of
 from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import Beside, StoredTensor, formats_of, in_ngram_table, one_name
 from deltic.ops.arrays import Array
@@ -66,13 +66,16 @@ DRAFT_HEAD = "draft_head."
 
 @dataclass
 class Moe:
-    """E experts of width M and one shared expert of width Ms. `gate_up` rows: gate, then up."""
+    """E experts of width M and one shared expert of width Ms. `gate_up` rows: gate, then up. A part of a
+    model may have a run of the experts, from the first on.
+    """
 
     router: Matrix  # [E + 1, H]: a row an expert, then the gate of the shared expert
     gate_up: Matrix  # E of [2M, H]
     down: Matrix  # E of [H, M]
     shared_gate_up: Matrix  # [2Ms, H]
     shared_down: Matrix  # [H, Ms]
+    first: int = 0
 
 
 @dataclass
@@ -547,10 +550,12 @@ def _declare_indexer(d: Declaration, shape: ModelShape, p: str, names: Collectio
 
 
 def _declare_feed_forward(d: Declaration, shape: ModelShape, p: str, down: Role, names: Collection[str]) -> Mlp | Moe:
-    h, e, m = shape.hidden_size, shape.n_experts, shape.moe_intermediate_size
+    h, e, m = shape.hidden_size, len(experts_of(shape)), shape.moe_intermediate_size
     if not shape.is_moe:
         return d.mlp(p, shape.intermediate_size, h, down)
-    router = d.matrix(h, Stored(f"{p}gate.weight", (e,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept")
+    router = d.matrix(
+        h, Stored(f"{p}gate.weight", (shape.n_experts,)), Stored(f"{p}shared_expert_gate.weight", (1,)), role="kept"
+    )
     shared = d.mlp(f"{p}shared_expert.", shape.shared_intermediate_size, h, down)
     first = [f"{p}experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
     if any(name in names or one_name(name) in d.formats for name in first):
@@ -566,4 +571,5 @@ def _declare_feed_forward(d: Declaration, shape: ModelShape, p: str, down: Role,
         down=d.matrix(m, *downs, role=down, n_matrices=e),
         shared_gate_up=shared.gate_up,
         shared_down=shared.down,
+        first=experts_of(shape).start,
     )

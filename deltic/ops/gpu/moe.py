@@ -31,6 +31,7 @@ class MoeWeights(Protocol):
     down: Matrix  # E of [H, M]
     shared_gate_up: Matrix  # [2Ms, H]
     shared_down: Matrix  # [H, Ms]
+    first: int  # of the experts that gate_up and down are, which may be a run of them: others are elsewhere
 
 
 def logit_stride(n_experts: int) -> int:
@@ -59,14 +60,19 @@ def largest_block(limit: int, *sizes: int) -> int:
     return block
 
 
-def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
-    """(H, E, M, Ms) of the weights. Raises KernelError where shapes or dtypes do not belong together."""
+def check_moe(x: Tensor, w: MoeWeights, k: int, *, are_adapted: bool = False) -> tuple[int, int, int, int]:
+    """(H, E, M, Ms) of the weights, which may have gate_up and down of fewer experts, unless rows have
+    adapters. Raises KernelError where shapes or dtypes do not belong together.
+    """
     hidden, n_experts, width, shared = x.shape[-1], w.router.n - 1, w.down.k, w.shared_down.k
     expect, sizes = (
         partial(check, "moe"),
         [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)],
     )
-    routed = [(n_experts, 2 * width, hidden), (n_experts, hidden, width)]
+    n_own = w.down.n_matrices
+    expect(n_own == n_experts or not are_adapted, "all experts, where rows have adapters")
+    expect(w.first >= 0 and w.first + n_own <= n_experts, f"{n_own} experts from {w.first} on, of {n_experts}")
+    routed = [(n_own, 2 * width, hidden), (n_own, hidden, width)]
     expect(sizes[:2] == routed, f"gate_up and down {routed}, found {sizes[:2]}")
     expect(
         sizes[2:] == [(1, 2 * shared, hidden), (1, hidden, shared)], f"a shared expert of H {hidden}, found {sizes[2:]}"
@@ -100,8 +106,8 @@ def order_bits(b_p, b_in):
 
 
 @triton.jit
-def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows,
-               E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows, first_own,
+               E: tl.constexpr, OWN: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
                TILE: tl.constexpr, APPEND: tl.constexpr):
     """Routes rows o_row: adds the S parts of their logits, takes the softmax over E and the SLOTS largest
@@ -111,6 +117,9 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
     exp(x - max) in steps of 2^-40 (its error is below float32's), and the largest are found over integers
     too. So bits do not depend on how many rows a program has. APPEND: the pair that opens a tile of TILE
     pairs also adds an entry.
+
+    OWN: experts that are here, from first_own on; lists count from there. Pairs of the others have one list
+    behind, OWN; without APPEND none, and the weight -1.
     """
     o_e, o_slot = tl.arange(0, E2), tl.arange(0, SLOTS2)
     b_in = (o_row < n_rows)[:, None] & (o_e < E)[None, :]
@@ -142,8 +151,16 @@ def route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_acti
 
     b_use = b_active[:, None] & (o_slot < SLOTS)[None, :]
     p_row = p_weight + o_row * (SLOTS + 1)
+    b_known = b_use
+    if OWN != E:
+        b_id -= first_own
+        b_own = (b_id >= 0) & (b_id < OWN)
+        b_id = tl.where(b_own, b_id, OWN)
+        if not APPEND:
+            b_use &= b_own
+            b_weight = tl.where(b_own, b_weight, -1.0)
     b_at = tl.atomic_add(p_counters + b_id, 1, mask=b_use, sem="relaxed")  # first: it is waited for
-    tl.store(p_row[:, None] + o_slot[None, :], b_weight, mask=b_use)
+    tl.store(p_row[:, None] + o_slot[None, :], b_weight, mask=b_known)
     tl.store(p_row + SLOTS, b_gate, mask=o_row < n_rows)
     tl.store(p_lists + b_id * n_rows + b_at, o_row[:, None] * SLOTS + o_slot[None, :], mask=b_use)
     if APPEND:

@@ -10,6 +10,8 @@ Three launches for one row, four for more, and one that rounds rows beside e4m3:
     gate_up   for each (expert, tile of its rows): silu(gate) * up, rounded to bfloat16, one row a (row, slot)
     down      out[slot, row] = p_slot Expert(x); out[k, row] = sigmoid(gate) Shared(x)
 
+Where a GPU has some of the experts, pairs of all others stand in one list more, for which down writes zeros.
+
 A pair is row * k + slot. Lists of pairs are built with integer counters, so their order may differ from run
 to run. Each row of a product has its own sum, so no bit depends on it. The sum of the softmax is taken over
 integers (see `route_rows`), so it has no order either. The next `add_norm` adds the k + 1 parts of `out` in
@@ -126,10 +128,10 @@ def fetched(b_tile):
 
 
 @triton.jit
-def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
-                SLOTS: tl.constexpr, NORMALISE: tl.constexpr):
+def route_alone(p_logits, slot, first_own, E: tl.constexpr, OWN: tl.constexpr, E2: tl.constexpr,
+                STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr, NORMALISE: tl.constexpr):
     """(expert, weight) of one slot of the only row, or (0, gate) of the shared expert (slot SLOTS): the bits
-    of `route_rows`.
+    of `route_rows`, and the expert as it counts: of those that are elsewhere OWN.
 
     Experts are held in pieces of 32, which every warp has whole, so that no reduction leaves a warp. The
     slots are a loop, not unrolled here: the compiler's time grows with the square of the code (23 s for 512
@@ -194,6 +196,9 @@ def route_alone(p_logits, slot, E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.co
             weight = tl.where(slot == s, value, weight)
         if NORMALISE:
             weight = weight / norm
+        if OWN != E:
+            expert -= first_own
+            expert = tl.where((expert >= 0) & (expert < OWN), expert, OWN)
     return expert, weight
 
 
@@ -239,9 +244,9 @@ def router_kernel(p_x, p_w, p_logits, p_counters, n_rows,
     tl.store(p_out, b_acc, mask=(o_expert <= E)[:, None] & (o_row < n_rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot, n_rows,
-                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+@triton.jit(do_not_specialize=["n_rows", "first_own"])
+def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot, n_rows, first_own,
+                 E: tl.constexpr, OWN: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                  SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr, TILE: tl.constexpr,
                  EARLY: tl.constexpr, PDL: tl.constexpr):
     """Routes one row a program."""
@@ -253,8 +258,8 @@ def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot,
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows,
-               E, E2, STRIDE, S, SLOTS, SLOTS2, NORMALISE, TILE, True)
+    route_rows(p_logits, p_weight, p_counters, p_entries, p_lists, o_row, b_active, n_rows, first_own,
+               E, OWN, E2, STRIDE, S, SLOTS, SLOTS2, NORMALISE, TILE, True)
 
 
 @triton.jit
@@ -284,12 +289,12 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
     return expert, n, b_row, b_slot
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "first_own"])
 def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, p_entries, p_lists,
-                   p_row_slot, p_act, p_where, n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr,
-                   SHARED_UP: tl.constexpr, H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
-                   E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
-                   BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   p_row_slot, p_act, p_where, n_rows, first_own, FORMAT: tl.constexpr, UP: tl.constexpr,
+                   SHARED: tl.constexpr, SHARED_UP: tl.constexpr, H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+                   E: tl.constexpr, OWN: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
+                   SLOTS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    MOST_K: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
                    ALONE: tl.constexpr, PDL: tl.constexpr):
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
@@ -324,13 +329,16 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
         if (tl.load(p_row_slot) < 0) & (i_work > 0):
             return
         slot = (i_work + SLOTS) % (SLOTS + 1)  # the shared expert comes first
-        expert, _ = route_alone(p_logits, slot, E, E2, STRIDE, S, SLOTS, False)
+        expert, _ = route_alone(p_logits, slot, first_own, E, OWN, E2, STRIDE, S, SLOTS, False)
         n, b_row, b_slot = 1, o_n * 0, slot + o_n * 0
     else:
         expert, n, b_row, b_slot = work_rows(
             p_counters, p_entries, p_lists, i_work, n_shared, n_rows, E, SLOTS, BLOCK_N
         )
         if n <= 0:
+            return
+    if OWN != E:  # noqa: SIM102 (a constant, then a value)
+        if expert == OWN:
             return
     if p_where is not None:
         p_w = moved(p_w, p_where, expert)
@@ -396,14 +404,13 @@ def silu_lines_kernel(p_sums, p_act, n_pairs, M: tl.constexpr, MS: tl.constexpr,
     tl.store(p_act + line * INNER + o_f, b_act.to(tl.bfloat16), mask=o_f < width)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "first_own"])
 def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries, p_lists, p_row_slot, p_out, p_where,
-                n_rows,
-                FORMAT: tl.constexpr, SHARED: tl.constexpr,
-                H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
-                E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
-                NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                MOST_K: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
+                n_rows, first_own, FORMAT: tl.constexpr, SHARED: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
+                MS: tl.constexpr, E: tl.constexpr, OWN: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr,
+                S: tl.constexpr, SLOTS: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MOST_K: tl.constexpr, ALONE: tl.constexpr,
+                AHEAD: tl.constexpr, PDL: tl.constexpr):
     """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item.
 
     ALONE: one row. AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is
@@ -422,7 +429,7 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
         if (tl.load(p_row_slot) < 0) & (i_work > 0):
             return
         slot = (i_work + SLOTS) % (SLOTS + 1)  # the shared expert comes first
-        expert, weight = route_alone(p_logits, slot, E, E2, STRIDE, S, SLOTS, NORMALISE)
+        expert, weight = route_alone(p_logits, slot, first_own, E, OWN, E2, STRIDE, S, SLOTS, NORMALISE)
         n, b_row, b_slot = 1, o_n * 0, slot + o_n * 0
         b_weight = weight + tl.zeros([BLOCK_N], tl.float32)
     else:
@@ -432,6 +439,12 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
         if n <= 0:
             return
         b_weight = tl.load(p_weight + b_row * (SLOTS + 1) + b_slot, mask=o_n < n, other=0.0, cache_modifier=".cg")
+    p_column = p_out + (b_slot * n_rows + b_row).to(tl.int64) * H
+    if OWN != E:  # noqa: SIM102 (a constant, then a value)
+        if expert == OWN:
+            b_zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            tl.store(p_column[None, :] + o_h[:, None], b_zero, mask=(o_n < n)[None, :])
+            return
     if p_where is not None:
         p_w, expert = moved(p_w, p_where, expert), expert * 0
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
@@ -464,7 +477,6 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
         else:
             p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
             b_acc = product_of_rows(p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL)
-    p_column = p_out + (b_slot * n_rows + b_row).to(tl.int64) * H
     tl.store(p_column[None, :] + o_h[:, None], b_acc * b_weight[None, :], mask=(o_n < n)[None, :])
 
 
@@ -554,12 +566,13 @@ def moe_decode(
     their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
     scratch.expert_slots: where w's routed experts are in the host's memory; one row is routed as several are
     then, too.
+    w may have some of the experts, from w.first on: parts of out that others make are zeros.
     Left out: groups of experts, biases of the router. Raises KernelError where shapes do not belong together,
     and for a format without a kernel.
     """
     n_per_token, normalise = routing.n_per_token, routing.normalise
-    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
-    n = x.shape[0]
+    hidden, n_experts, width, shared = check_moe(x, w, n_per_token, are_adapted=adapters is not None)
+    n, n_own = x.shape[0], w.down.n_matrices
     fits = out.dtype == torch.float32 and out.numel() == (n_per_token + 1) * n * hidden
     check("moe", fits, f"float32 out [{n_per_token + 1}, {n}, {hidden}]")
     room = scratch.entries.numel()
@@ -588,31 +601,30 @@ def moe_decode(
         expand(logits, adapters[0].router, adapters[1])
     if not t.alone:
         launch(
-            route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, SLOTS=n_per_token,
-            SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **router,
-            num_warps=1, num_stages=1,
+            route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, w.first, OWN=n_own,
+            SLOTS=n_per_token, SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n,
+            EARLY=t.early, num_warps=1, num_stages=1, **router,
         )
     near, up_where, down_where = _near(w, s)
     inner, block_f = max(width, shared), largest_block(t.block_f, width, shared)
     # an expert has a tile for every block_n of its pairs and one that is not full
-    n_entries = min(n * n_per_token, n_experts + n * n_per_token // t.block_n)
+    n_lists = n_per_token if t.alone else n_own + (n_own < n_experts)  # alone each pair is one
+    n_entries = min(n * n_per_token, n_lists + n * n_per_token // t.block_n)
     n_work = n_entries + triton.cdiv(n, t.block_n)
     experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, num_warps=4,
-        **router)
-    (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(
-        segments_of, (near.gate_up, w.shared_gate_up)
-    )
-    act = s.act
+        OWN=n_own, **router)
+    rows, up, FORMAT, UP = segments_of(near.gate_up)
+    shared_rows, shared_up, SHARED, SHARED_UP = segments_of(w.shared_gate_up)
+    act = s.act if adapters is None else adapters[0].sums
     if adapters is not None:
         of, who = adapters
-        act = of.sums
         routed = Routed(s.counters, s.entries, s.lists, s.weight, n, n_entries, t.block_n, n_experts, n_per_token)
         shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False)
     launch(
         gate_up_kernel, (inner // block_f * n_work,), *rounded, rows, up, shared_rows, shared_up, s.logits, s.counters,
-        s.entries, s.lists, row_slot, act, up_where, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP,
-        BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts,
-        num_stages=t.up_stages,
+        s.entries, s.lists, row_slot, act, up_where, n, w.first, FORMAT=FORMAT, UP=UP, SHARED=SHARED,
+        SHARED_UP=SHARED_UP, BLOCK_F=block_f, BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k,
+        **_lines(w.shared_gate_up), **experts, num_stages=t.up_stages,
     )
     if adapters is not None:
         expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner)
@@ -628,8 +640,9 @@ def moe_decode(
     (rows, FORMAT), (shared_rows, SHARED) = segment_of(near.down), segment_of(w.shared_down)
     launch(
         down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries,
-        s.lists, row_slot, out, down_where, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m,
-        BLOCK_K=block_k, MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_stages=t.down_stages, pdl=t.early,
+        s.lists, row_slot, out, down_where, n, w.first, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise,
+        BLOCK_M=block_m, BLOCK_K=block_k, MOST_K=t.down_k, AHEAD=t.down_ahead, **experts,
+        num_stages=t.down_stages, pdl=t.early,
     )
     if adapters is not None:
         expand_experts(out, of.down, of.shared_down, routed, who, out_row=hidden, by_slot=True)

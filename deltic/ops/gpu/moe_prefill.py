@@ -10,7 +10,7 @@ Eight launches, beside e4m3 up to three more, all sizes on the device:
               128 i .. of act
     down      y[pair] = down act, rounded to bfloat16
     combine   out[row] = sum over slots, in order, of p y, then the shared expert's part; in float32,
-              rounded once
+              rounded once. Pairs of experts that are elsewhere have no list, and are left out
 
 gate_up and down are launched once more each for the shared expert, whose list is all rows. Where weights are
 e4m3, so are rows: x is rounded in front of gate_up, act in front of down (fp8.py). Integer counters
@@ -158,9 +158,9 @@ def prefill_router_kernel(p_x, p_w, p_logits, p_counters, p_n, n_rows,
     tl.store(p_out, b_sum, mask=(o_expert <= E)[:, None] & (o_row < n_rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
-                         E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr,
+@triton.jit(do_not_specialize=["n_rows", "first_own"])
+def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows, first_own,
+                         E: tl.constexpr, OWN: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr,
                          SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr,
                          ROWS: tl.constexpr, PDL: tl.constexpr):
     """ROWS rows a program."""
@@ -169,8 +169,8 @@ def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
     b_active = o_row % 64 < tl.load(p_n + o_row // 64)
     if tl.max(b_active.to(tl.int32), 0) == 0:
         return
-    route_rows(p_logits, p_weight, p_counters, p_counters, p_lists, o_row, b_active, n_rows,
-               E, E2, STRIDE, 1, SLOTS, SLOTS2, NORMALISE, _TILE, False)
+    route_rows(p_logits, p_weight, p_counters, p_counters, p_lists, o_row, b_active, n_rows, first_own,
+               E, OWN, E2, STRIDE, 1, SLOTS, SLOTS2, NORMALISE, _TILE, False)
 
 
 @triton.jit
@@ -371,8 +371,8 @@ def prefill_down_kernel(acts, halves, weights, p_act, p_act_scale, p_w, p_counte
 
 @triton.jit(do_not_specialize=["n_rows"])
 def combine_kernel(p_y, p_weight, p_n, p_out, n_rows,
-                   H: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
-    """Grid (rows, pieces of H)."""
+                   H: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr):
+    """Grid (rows, pieces of H). ALL: no expert is elsewhere."""
     i_row = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     wait_for_front(PDL)
@@ -382,8 +382,11 @@ def combine_kernel(p_y, p_weight, p_n, p_out, n_rows,
         return
     b_sum = tl.zeros([BLOCK_H], tl.float32)
     for s in tl.static_range(SLOTS):
-        b_y = tl.load(p_y + (i_row * SLOTS + s).to(tl.int64) * H + o_h).to(tl.float32)
-        b_sum += b_y * tl.load(p_weight + i_row * (SLOTS + 1) + s)
+        weight, p_part = tl.load(p_weight + i_row * (SLOTS + 1) + s), p_y + (i_row * SLOTS + s).to(tl.int64) * H + o_h
+        if ALL:
+            b_sum += tl.load(p_part).to(tl.float32) * weight
+        else:  # nobody wrote what is not ours
+            b_sum += tl.load(p_part, mask=o_h * 0 + weight != -1.0, other=0.0).to(tl.float32) * weight
     b_y = tl.load(p_y + (n_rows * SLOTS + i_row).to(tl.int64) * H + o_h).to(tl.float32)
     b_sum += b_y * tl.load(p_weight + i_row * (SLOTS + 1) + SLOTS)
     tl.store(p_line, b_sum.to(p_out.dtype.element_ty))
@@ -463,9 +466,9 @@ def _route(
         logits = s.logits[: t * logit_stride(n_experts)].view(t, -1)[:, : n_experts + 1]
         expand(logits, adapters[0].router, adapters[1])
     launch(
-        prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
-        SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token), NORMALISE=routing.normalise,
-        ROWS=c.route_rows, **experts, num_warps=1, num_stages=1,
+        prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t, w.first,
+        OWN=w.down.n_matrices, SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token),
+        NORMALISE=routing.normalise, ROWS=c.route_rows, **experts, num_warps=1, num_stages=1,
     )
     launch(plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1)
     if s.stage is None:
@@ -487,17 +490,18 @@ def moe_prefill(
     of padding.
     The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what
     they add to a rounded output is added in float32, and rounded. scratch.stage: where w's routed experts are
-    in the host's memory. Raises KernelError where shapes do not belong together, and for a format without a
-    kernel.
+    in the host's memory. w may have some of the experts, from w.first on: what others add is left out. Raises
+    KernelError where shapes do not belong together, and for a format without a kernel.
     """
-    hidden, n_experts, width, shared = check_moe(x, w, routing.n_per_token)
+    hidden, n_experts, width, shared = check_moe(x, w, routing.n_per_token, are_adapted=adapters is not None)
     t, c, s, n_per_token = x.shape[0], tiles or moe_prefill_tiles(), scratch, routing.n_per_token
+    n_own = w.down.n_matrices
     fits = t % BLOCK == 0 and blocks.n.shape[0] >= t // BLOCK and out.numel() == t * hidden
     check("moe", fits, f"{t} rows in blocks of {BLOCK}, and as many of out")
     room_for = s.weight.numel() // (n_per_token + 1)
     check("moe", t <= room_for, f"{t} rows: workspaces are for {room_for} rows")
     near, up_where, down_where = _route(x, w, routing, blocks, s, c, adapters)
-    n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
+    n_entries, n_tiles, inner = _n_entries(t, n_own, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
     products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "INNER": inner}
     act, lists = s.act if adapters is None else adapters[0].sums, (s.counters, s.entries, s.lists, blocks.n)
@@ -563,5 +567,5 @@ def moe_prefill(
     block_h = largest_block(c.combine_h, hidden)
     launch(
         combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token,
-        BLOCK_H=block_h, num_warps=8 if block_h >= 2048 else 4, num_stages=1,
+        BLOCK_H=block_h, ALL=n_own == n_experts, num_warps=8 if block_h >= 2048 else 4, num_stages=1,
     )

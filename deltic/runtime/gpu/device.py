@@ -194,6 +194,8 @@ class TextOnGpu(OnGpu, TextKind):
         return sum(counted(partial(meeting, plan, is_in_host=True), _nothing).values())
 
     def all_inside(self, model: Model[ModelShape]) -> str:
+        if model.shape.own_experts is not None:
+            return "experts are dealt out whole to parts of the model"
         return "" if model.shape.is_moe else super().all_inside(model)
 
     def hold_experts(self, plan: TextPlan, n_bytes: int) -> TextPlan:
