@@ -64,7 +64,7 @@ class Mixture:
 
         return SimpleNamespace(
             router=matrix(n + 1, h, 1, "bf16"), gate_up=matrix(2 * m, h, n), down=matrix(h, m, n),
-            shared_gate_up=matrix(2 * m, h, 1), shared_down=matrix(h, m, 1),
+            shared_gate_up=matrix(2 * m, h, 1), shared_down=matrix(h, m, 1), first=0,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.experts import Mixture
 from deltic.models.qwen.weights import Moe
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
@@ -20,6 +21,7 @@ from deltic.ops.geometry import Routing
 from deltic.ops.gpu.blocks import Blocks
 from deltic.ops.gpu.chip import CHIPS, chip, described
 from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.moe import check_moe
 from deltic.ops.gpu.moe_decode import MoeScratch, MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import (
     MoePrefillScratch,
@@ -203,6 +205,11 @@ def test_experts_may_be_elsewhere(device: str, n: int) -> None:
     layer.own = 0, e
     shared = layer.parts(x)[k]
     _close(sum(sums) - 2 * shared, layer.prefill(many, n_tokens)[:n])
+
+
+def test_a_mixture_of_the_bench_is_one(device: str) -> None:
+    w = Mixture("bf16", hidden=128, n_experts=4, n_per_token=2, width=64).layer(device)
+    assert check_moe(torch.zeros(1, 128, dtype=torch.bfloat16, device=device), w, 2) == (128, 4, 64, 64)
 
 
 def test_unused_rows_route_nowhere(device: str) -> None:
