@@ -66,7 +66,12 @@ def serve(listener: socket.socket, secret: bytes, config: EngineConfig) -> None:
             worker = None
         if not is_called:
             continue
-        connected, (host, port, *_) = listener.accept()
+        try:
+            connected, (host, port, *_) = listener.accept()
+        except OSError as error:  # who called has gone, or too many files are open
+            log.warning("nobody is let in: %s", error)
+            time.sleep(0.2)
+            continue
         front = PeerConnection(connected, f"{host}:{port}")
         try:
             check_private(host, secret, "--listen")
@@ -76,7 +81,7 @@ def serve(listener: socket.socket, secret: bytes, config: EngineConfig) -> None:
                 front.send(StageRefusal(f"it runs for {worker.front.name}", may_pass=True))
             else:
                 worker = Worker(front, listener, config)
-        except (ConfigError, LostError) as error:
+        except (ConfigError, LostError, OSError) as error:  # of the last, a process that cannot be made
             log.warning("%s:%d is not let in: %s", host, port, error)
         if worker is None or worker.front is not front:
             front.close()

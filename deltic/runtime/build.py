@@ -341,7 +341,9 @@ def build_runner(
     elif model.config.stages:
         runner, kind, said = _build_stage(model, device, start)
         start.notices += [f"{what} ({kernels})" for what, kernels in said]
-        if len({kernels for _, kernels in said}) > 1:
+        kinds = dict.fromkeys(kernels for _, kernels in said)
+        runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds))
+        if len(kinds) > 1:
             start.notices.append("machines have different kernels: answers have the bits of no single one of them")
     else:
         runner, kind = _build_text(model, device, free, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import random
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deltic.commands import stage as stage_command
 from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
@@ -424,6 +426,39 @@ def test_a_stage_has_one_place() -> None:
         check_alone(several)
 
 
+def test_a_stage_outlives_a_lack_of_files_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what it needs the third time."""
+    calls: list[str] = []
+
+    class Listener:
+        """The first call to it fails, and a process for the second."""
+
+        def accept(self) -> Any:
+            calls.append("accept")
+            if len(calls) == 1:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return server.accept()
+
+        def fileno(self) -> int:
+            return server.fileno()
+
+    def no_process(*given: object) -> None:
+        calls.append("fork")
+        if calls.count("fork") == 2:
+            raise KeyboardInterrupt
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(stage_command, "welcome", lambda *given: None)
+    monkeypatch.setattr(stage_command, "Worker", no_process)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        callers = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        with pytest.raises(KeyboardInterrupt):
+            stage_command.serve(Listener(), b"", EngineConfig())  # type: ignore[arg-type]
+        for caller in callers:
+            caller.close()
+    assert calls == ["accept", "accept", "fork", "accept", "fork"]
+
+
 def test_a_stage_outlives_strangers_and_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = str(tiny_checkpoint("dense", n_layers=8))
     stage = Stage(checkpoint, "--threads", "1")
@@ -435,9 +470,10 @@ def test_a_stage_outlives_strangers_and_has_one_engine(monkeypatch: pytest.Monke
         config = EngineConfig(model=checkpoint, stages=(stage.address,), **SETTINGS)
         wait = Stages.wait
         with monkeypatch.context() as patch:
-            patch.setattr(Stages, "wait", lambda *given: [("layers", "avx2"), *wait(*given)[1:]])
+            patch.setattr(Stages, "wait", lambda *given: [("layers", "abacus"), *wait(*given)[1:]])
             first = built(config)
         assert any("answers have the bits of no single one" in notice for notice in first.info.notices)
+        assert first.info.kernels.startswith("abacus and ")  # fingerprints of answers tell
         second: list[Any] = []
         waiting = threading.Thread(target=lambda: second.append(built(config)))
         waiting.start()
