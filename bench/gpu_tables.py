@@ -13,7 +13,7 @@ GPU_FORMATS = ("fp8", "int4-g128-bfloat16")
 LARGE_SHAPES = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")
 NATIVE = ("drafters", "streams", "experts", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
 """What is run by `bench.gpu.native`."""
-ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens")
+ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 """Settings whose runs stand in tables of their own."""
 
 

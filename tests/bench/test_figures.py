@@ -248,6 +248,7 @@ def test_a_run_that_was_cut_makes_no_table(tmp_path: Path) -> None:
         ({"layers": 8}, False, False),
         ({"device": "NVIDIA H200 as sm_89"}, False, False),
         ({"settings": {"dummy": "qwen3.5-27b", "state_dtype": "bfloat16"}}, False, False),
+        ({"settings": {"dummy": "qwen3.5-35b-a3b", "expert_parallel": True}}, False, False),
         ({"settings": {"dummy": "qwen3.5-27b", "memory_gb": 60.0}}, True, False),
     ],
 )
