@@ -1,4 +1,5 @@
-"""What each lever of a GPU brings: `python -m bench.gpu.ablate [MODEL | --dummy SHAPE] [--max-drafts N]`.
+"""What each lever of a GPU brings: `python -m bench.gpu.ablate [MODEL | --dummy SHAPE] [--format NAME]
+[--max-drafts N]`.
 
 The time of a step with each lever off, one at a time, its launches, and whether the tokens stay the same;
 with --max-drafts also of drafts, of which random weights guess hardly any right.
@@ -25,12 +26,13 @@ from deltic.ops.gpu.launch import Levers
 
 
 def variants(max_drafts: int) -> list[tuple[str, Levers, int]]:
-    """Name, levers and most tokens of a draft: the base, one lever switched off at a time, and drafts, where
+    """Name, levers and most tokens of a draft: the base, one lever switched at a time, and drafts, where
     there are any.
     """
     base = Levers()
-    names = [field.name for field in dataclasses.fields(Levers)]
-    found = [("all on", base, 0), *((f"{name}=off", replace(base, **{name: False}), 0) for name in names)]
+    switched = {field.name: not field.default for field in dataclasses.fields(Levers)}
+    found = [("as served", base, 0)]
+    found += [(f"{name}={'on' if on else 'off'}", replace(base, **{name: on}), 0) for name, on in switched.items()]
     return found + ([(f"max_drafts={max_drafts}", base, max_drafts)] if max_drafts else [])
 
 
@@ -39,7 +41,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     need_gpu(arguments.as_chip)
     rows = [int(n) for n in arguments.n.split(",")]
     max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
-    model = GpuModel.load(config)
+    model = GpuModel.load(config, arguments.format)
     found: list[dict[str, Any]] = []
     write = writer("ablate", shape_name, torch.cuda.get_device_name(), arguments.out)
     base: dict[int, tuple[float, list[list[int]]]] = {}
@@ -85,6 +87,7 @@ def main() -> None:
     flags = parser(__doc__)
     add_model(flags)
     flags.add_argument("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
+    flags.add_argument("--format", metavar="NAME", help="of a dummy's weights, such as ud-q4_k_xl")
     flags.add_argument("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
     add_some(flags, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
     run_model(flags, bench)

@@ -269,7 +269,7 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_drafts_are_ablated_where_there_are_any() -> None:
     names = [name for name, _, _ in ablate.variants(0)]
-    assert names[0] == "all on" and "pdl=off" in names and len(set(names)) == len(names)
+    assert names[0] == "as served" and {"pdl=off", "deep_codes=on"} <= set(names) and len(set(names)) == len(names)
     assert [(name, n) for name, _, n in ablate.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
     assert ablate.variants(8)[-1][1] == ablate.variants(8)[0][1]
 
@@ -285,10 +285,11 @@ def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(runner=runner)
 
     monkeypatch.setattr(ablate, "need_gpu", lambda *_: None)
-    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *given: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(ablate, "decode", lambda engine, n, *_, seed: ([0.01] * n, [[n, made[-1].split_k]]))
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    arguments = argparse.Namespace(as_chip=None, n="1,8", output=8, out=str(tmp_path / "2026-01-01-h200"))
+    given = dict(as_chip=None, n="1,8", format=None, output=8, out=str(tmp_path / "2026-01-01-h200"))
+    arguments = argparse.Namespace(**given)
     assert ablate.bench(arguments, EngineConfig(dummy="qwen3.5-0.8b")) == 0
     rows = json.loads(next((tmp_path / "2026-01-01-h200").glob("ablate-qwen3.5-0.8b-*.json")).read_text())["rows"]
     assert [row["lever"] for row in rows] == [name for name, _, _ in ablate.variants(0)]

@@ -37,7 +37,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Levers:
-    """Every optimisation that can be switched off for a measurement. The defaults are what is served.
+    """Every optimisation that can be switched for a measurement. The defaults are what is served.
 
     Read where a step is planned or recorded, never inside a kernel's arithmetic: none changes what is
     computed, and `exact` says which leave every bit as it is. No operator takes them: those hold that are
@@ -65,6 +65,9 @@ class Levers:
     )
     peer: bool = dataclasses.field(
         default=True, metadata={"text": "GPUs write to each other's memory, not to the host's", "exact": True}
+    )
+    deep_codes: bool = dataclasses.field(
+        default=False, metadata={"text": "more blocks of codes on their way for few rows", "exact": True}
     )
 
     @contextmanager

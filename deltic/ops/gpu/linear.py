@@ -364,7 +364,8 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     stages = 4 if block_k <= 64 else 3
     if few:  # as many as there is room for beside the other programs of an SM
         programs = -(-m // block_m) * splits
-        shared //= max(1, min(PROGRAMS_TOGETHER[tokens], -(-programs // sms)))
+        held = 3 if block_k == 256 and bound_levers().deep_codes else PROGRAMS_TOGETHER[tokens]
+        shared //= max(1, min(held, -(-programs // sms)))
         stages = FEW_ROWS_STAGES
     if not chip().multiplies_from_shared:  # the decoded block passes through shared memory, too
         stages = min(stages, (chip().shared_bytes - 1024 - 2 * unroll * block_m * block_k) // block)
