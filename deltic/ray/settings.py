@@ -13,7 +13,11 @@ SECURING = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs
 LISTENING = ("host", "port", "uds", *SECURING, "root_path", "client_timeout_s")
 KEEPING = ("batch_dir", "batch_disk_gb", "batch_in_flight")
 ROUTED = ("kv_events", "kv_events_replay", "kv_events_topic", "drain_notice_s", "metrics_names")
-MOVING = ("allow_cache_transfer",)
+OF_MODELS = {
+    "allow_cache_transfer": "a replica has no address of its own to move a prefix to. Let replicas share a cache-dir.",
+    "stages": "machines with further layers serve one engine, and would keep all other replicas waiting.",
+}
+"""Settings of a model that a replica cannot have, and why."""
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 
@@ -51,10 +55,8 @@ def settings(whence: str, given: Mapping[str, object]) -> Settings:
             raise ConfigError(
                 f"{whence}: {name.replace('_', '-')} is for routers in front of servers, and here Ray routes"
             )
-    for name in (name for table in per_model for name in table if name in MOVING):
-        raise ConfigError(
-            f"{whence}: {name.replace('_', '-')}: a replica has no address of its own to move a prefix to. Let replicas share a cache-dir."
-        )
+    for name in (name for table in per_model for name in table if name in OF_MODELS):
+        raise ConfigError(f"{whence}: {name.replace('_', '-')}: {OF_MODELS[name]}")
     server = resolve(ServerConfig, {}, table=per_model[0])
     models = tuple(
         (_own(resolve(EngineConfig, {}, table=table)), resolve(ModelConfig, {}, table=table)) for table in per_model
@@ -65,7 +67,7 @@ def settings(whence: str, given: Mapping[str, object]) -> Settings:
 def _own(config: Config) -> Config:
     """Drops what a DELTIC_ variable may say for servers beside Ray."""
     fields = config.__dataclass_fields__
-    names = (*LISTENING, *KEEPING, *ROUTED, *MOVING)
+    names = (*LISTENING, *KEEPING, *ROUTED, *OF_MODELS)
     defaults: dict[str, Any] = {name: fields[name].default for name in names if name in fields}
     return dataclasses.replace(config, **defaults)
 

@@ -107,12 +107,13 @@ def test_settings_are_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         "METRICS_NAMES": "both",
         "ALLOW_CACHE_TRANSFER": "1",
         "CACHE_DIR": "/tmp",
+        "STAGES": "10.0.0.2:7000",
     }.items():
         monkeypatch.setenv(f"DELTIC_{name}", value)  # for servers beside Ray
     given = settings("here", {"dummy": "qwen3.5-0.8b", "max-num-seqs": "4", "api-key": ["k"]})
     assert given.models[0][0].max_num_seqs == 4 and given.server.api_key == ("k",)
     assert given.server.port != 1234 and given.server.metrics_names == "deltic"
-    assert not given.models[0][0].allow_cache_transfer
+    assert not given.models[0][0].allow_cache_transfer and not given.models[0][0].stages
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,7 @@ def test_settings_are_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kv-events": "tcp://*:5557"}, "here: kv-events is for routers in front of servers, and here Ray routes"),
         ({"metrics_names": "both"}, "here: metrics-names is for routers in front of servers, and here Ray routes"),
         ({"allow-cache-transfer": True, "cache-dir": "/tmp"}, "here: allow-cache-transfer: a replica has no address"),
+        ({"stages": ["10.0.0.2:7000"]}, "here: stages: machines with further layers serve one engine"),
         ({"and": [{"model": "m", "allow_cache_transfer": False}]}, "here: allow-cache-transfer: a replica has no"),
     ],
 )
