@@ -294,11 +294,11 @@ class Verification:
                 check.skip(f"a layer in float32 takes {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} are free")
             else:
                 ours = {}
-                if len(runner.plan.cuts) <= 1:
+                if len(runner.plan.cuts) <= 1 and not self.config.stages:
                     ours = {name: layers.residuals(runner, ids) for name, ids in short.items()}
                 else:
                     check.skip(
-                        "layers of a model in parts are not compared: leave --tensor-parallel and --tp-invariant out"
+                        "layers of a model in parts are not compared: leave --tensor-parallel, --tp-invariant and --stages out"
                     )
                 with _caught(check, "transformers cannot run this"):
                     return layers.check_layers(files, short, ours, runner.plan, check, tell)

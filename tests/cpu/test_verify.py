@@ -429,14 +429,15 @@ def test_layers_over_several_streams_are_skipped() -> None:
 
 
 @needs_transformers
-def test_a_model_in_parts_has_its_log_probabilities_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Files(tiny_checkpoint("dense"), "model")
-    plan = replace(runner_of(files.path).plan, cuts=(None, None), n_gpus=2)
+@pytest.mark.parametrize("stages", [(), ("127.0.0.1:1",)])
+def test_a_model_in_parts_has_its_log_probabilities_alone(stages: tuple[str, ...]) -> None:
+    files, cuts = Files(tiny_checkpoint("dense"), "model"), () if stages else (None, None)
+    plan = replace(runner_of(files.path).plan, cuts=cuts, n_gpus=max(len(cuts), 1))
     page, texts = Page({}), {"english": Wording.of(files.path).ids["english"][:8]}
-    of = verify.Verification(page, files, None, None, argparse.Namespace(), EngineConfig())
+    of = verify.Verification(page, files, None, None, argparse.Namespace(), EngineConfig(stages=stages))
     theirs = of._layers(SimpleNamespace(plan=plan), texts, tell)
     assert len(theirs["english"]) == 7 and page.checks[0].verdict == "skipped"
-    assert "leave --tensor-parallel and --tp-invariant out" in page.checks[0].said[0]
+    assert "leave --tensor-parallel, --tp-invariant and --stages out" in page.checks[0].said[0]
     assert of._none_compared(False) == "Deltic told none, as is said under bits"
     of.url = "http://127.0.0.1:1"
     told = "transformers told none, as is said under layers; the server told none, as is said there"
