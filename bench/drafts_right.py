@@ -34,7 +34,7 @@ def run_every_guess() -> None:
     def all_asked(self: Drafting, asked: Any, s: object, n: object) -> Counter[int]:
         return Counter({i: wish.n_guessable for i, wish in asked})
 
-    Drafter.propose = propose  # type: ignore[method-assign, assignment]
+    Drafter.propose = propose  # type: ignore[method-assign]
     Drafting._n_asked = all_asked  # type: ignore[method-assign, assignment]
     Drafting._step_s = lambda self, n: [1.0] * 65  # type: ignore[method-assign]
 

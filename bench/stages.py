@@ -125,7 +125,7 @@ def main(given: list[str] | None = None) -> int:
                         rows.append({"n": n, "prompt": length, "answer": n_answer, "alone": one, "staged": two})
         finally:
             stage.close()
-    result = {"bench": "stages", "date": now().isoformat(), "machine": machine(), "code": of_code}
+    result: dict[str, object] = {"bench": "stages", "date": now().isoformat(), "machine": machine(), "code": of_code}
     result |= {"shape": arguments.dummy, "quantize": arguments.quantize, "load": os.getloadavg()[0], "rows": rows}
     path = runs_directory(arguments.out) / f"stages-{arguments.dummy}-{now():%H%M%S}.json"
     path.write_text(json.dumps(result, indent=1))

@@ -126,7 +126,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
             console.print(layers, markup=False)
         console.print(_memory_table(part, weights if part is plan else _stored(part, store), on_gpu))
     common = [shared_sizes(part) for _, part in parts]
-    plan = dataclasses.replace(plan, **{name: min(sizes[name] for sizes in common) for name in common[0]})
+    least = {name: min(sizes[name] for sizes in common) for name in common[0]}
+    plan = dataclasses.replace(plan, **least)  # type: ignore[arg-type]
     for notice in model.notices:
         console.print(f"{notice[:1].upper()}{notice[1:]}.", markup=False)
     if on_gpu:

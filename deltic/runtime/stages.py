@@ -199,7 +199,8 @@ class Stages:
         if number == len(self._config.stages):
             return own
         address, content = self._config.stages[number], content_of(self._model)
-        shared = replace(self._config, **{name: EngineConfig.__dataclass_fields__[name].default for name in LOCAL})
+        defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in LOCAL}
+        shared = replace(self._config, **defaults)  # type: ignore[arg-type]
         config = msgspec.json.encode(shared, enc_hook=str)
         begun, told = time.monotonic(), time.monotonic() + 2
         while True:
@@ -274,12 +275,12 @@ class Stages:
     def receive(self, rows: Array) -> None:
         assert self._front is not None
         with self._losing():
-            self._front.receive_rows(memoryview(raw(rows)).cast("B"))
+            self._front.receive_rows(raw(rows).data.cast("B"))
 
     def pass_on(self, rows: Array) -> StepResult:
         assert self.behind is not None
         with self._losing():
-            self.behind.send(Rows(rows.nbytes), memoryview(raw(rows)).cast("B"))
+            self.behind.send(Rows(rows.nbytes), raw(rows).data.cast("B"))
             return wait_for_result(self.behind, self._config.stages_timeout_s)
 
     def end(self) -> None:
