@@ -51,8 +51,8 @@ def plain(weights: Weights, of_matrix: Callable[[Matrix], Any] = rows) -> Any:
     def one(value: Any) -> Any:
         if isinstance(value, Matrix):
             return of_matrix(value)
-        if value is None:
-            return None
+        if value is None or isinstance(value, int):
+            return value
         return fields(value) if dataclasses.is_dataclass(value) else vector(value)
 
     def fields(owner: Any) -> Any:
