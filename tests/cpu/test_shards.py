@@ -227,6 +227,7 @@ def test_experts_are_dealt_out(name: str, n_ranks: int, monkeypatch: pytest.Monk
     for i, part in enumerate(cuts):
         n = shape.n_experts // n_ranks
         assert part.own_experts == (i * n, i * n + n) and len(experts_of(part.shape)) == n
+        assert 0 < part.shape.n_active_params <= shape.n_active_params
         weights = load_weights(path, part.shape, cuts=part)[0]
         ranks.append(parts(weights, part.shape))
         check_matrices(whole, weights, part)

@@ -348,8 +348,11 @@ class ModelShape:
 
     @property
     def n_active_params(self) -> int:
-        """Parameters that one token's forward reads. Embedding and head count in full, once each."""
-        idle = self.n_experts - self.n_experts_per_tok
+        """Parameters that one token's forward reads. Embedding and head count in full, once each. Of experts
+        that are dealt out, the part that falls on these.
+        """
+        own = len(experts_of(self))
+        idle = own - own * self.n_experts_per_tok // max(self.n_experts, 1)
         return self.n_params - self.n_layers * idle * 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
