@@ -53,10 +53,10 @@ def right(runs: Runs) -> str:
     text = (
         f"{data['model']} model, drafts of up to {data['max_drafts']} tokens in every step, whether they pay or not, {data['rows'][0]['answers']} "
         "answers each, the same as without drafts: the tokens that a step gives; of guesses for each place of a draft how many were right, "
-        "with all before them; and how many times less of a processor's time a token takes, in one thread, with its prompt's share. The "
+        "with all before them; and the speed-up, in processor time a token, in one thread, with its prompt's share. The "
         f"machine was shared (load average {data['load']:.0f})."
     )
-    header = ["", "temperature", "tokens a step", *(f"place {place}" for place in places), "times less time"]
+    header = ["", "temperature", "tokens a step", *(f"place {place}" for place in places), "speed-up"]
     return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
 
 
