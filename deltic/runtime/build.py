@@ -171,6 +171,8 @@ def settle_text(
     if drafter is not None and config.max_drafts is None:
         max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
+    if config.stages and config.max_drafts and not stage:
+        notices += ("several machines guess repeated text and grammars, and by no draft head",)
     has_mtp = max_drafts > 0 and drafter is None and not config.stages  # one of the two, on one machine
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
