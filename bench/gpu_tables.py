@@ -17,12 +17,16 @@ ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 """Settings whose runs stand in tables of their own."""
 
 
+OFF = ("deep_codes",)
+"""Levers that are off as it is served."""
+
+
 def is_plain(data: Row) -> bool:
-    """Whether a run is of a whole model as it is served, on its own card: with no lever off."""
+    """Whether a run is of a whole model as it is served, on its own card: with no lever switched."""
     levers, settings = data.get("levers") or {}, data.get("settings") or {}
-    has_lever_off = isinstance(levers, dict) and not all(levers.values())
+    is_switched = isinstance(levers, dict) and any(bool(on) == (name in OFF) for name, on in levers.items())
     is_as_another = " as " in data.get("device", "")
-    return not (has_lever_off or is_as_another or data.get("layers") or any(map(settings.get, ALONE)))
+    return not (is_switched or is_as_another or data.get("layers") or any(map(settings.get, ALONE)))
 
 
 def goes_by_host(data: Row) -> bool:

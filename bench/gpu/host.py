@@ -53,7 +53,7 @@ def make_runner(n: int) -> GpuTextRunner:
 def as_ranks(runners: list[GpuTextRunner]) -> ParallelRunner:
     """Makes one of them, as of GPUs that hold parts of a model."""
     joint, first = object.__new__(ParallelRunner), runners[0]
-    names = ("plan", "levers", "max_logit_rows", "tiers", "pictures", "adapters", "pools", "experts", "info", "replays")
+    names = ("plan", "levers", "max_logit_rows", "tiers", "pictures", "adapters", "pools", "info", "replays")
     for name in names:
         setattr(joint, name, getattr(first, name))
     joint.runners, joint.first, joint._lost = runners, first, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -265,6 +265,12 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     decode, prefill = json.loads(file.read_text())["rows"]
     assert (decode["alone_ms"], decode["lora_alone_ms"]) == (1.0, 3.0) and len(decode["lora_ms"]) == 1
     assert (prefill["plain_ms"], prefill["lora_ms"]) == ([1.0], [2.0])
+
+
+def test_a_run_as_served_has_no_lever_switched() -> None:
+    served = asdict(Levers())
+    assert gpu_tables.is_plain({"levers": served})
+    assert not any(gpu_tables.is_plain({"levers": served | {name: not on}}) for name, on in served.items())
 
 
 def test_drafts_are_ablated_where_there_are_any() -> None:
