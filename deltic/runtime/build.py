@@ -224,11 +224,8 @@ def are_experts_dealt(config: EngineConfig, shape: ModelShape, n_cuts: int) -> b
     if not config.expert_parallel:
         return deals_experts(shape, n_cuts) and not adapters and config.expert_memory is None
     if not shape.is_moe or n_cuts == 1:
-        why = (
-            "one GPU has all experts; give --tensor-parallel, too"
-            if shape.is_moe
-            else "the model has no routed experts"
-        )
+        alone = "one GPU has all experts; give --tensor-parallel, too"
+        why = alone if shape.is_moe else "the model has no routed experts"
         raise ConfigError(f"--expert-parallel: {why}; else leave it out")
     if adapters:
         raise ConfigError(

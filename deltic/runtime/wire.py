@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -106,8 +107,9 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 Message = Challenge | Proof | Join | Limits | StageLoading | Loaded | StageRefusal | SentStep | Rows | Beat | SentResult
 
 
+@cache
 def build() -> str:
-    """Names what must be the same at both ends."""
+    """Names what must be the same at both ends: the code that this process has begun with, read once."""
     return f"{__version__} {code_digest()}"
 
 
