@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from bench.drafts_served import BLOCK, MTP, PLAIN, TEMPERATURES, WORK
+from bench.drafts_served import BLOCK, MTP, PLAIN, TEMPERATURES, WORK, keep, parser
 from deltic import LLM
-from deltic.bench.provenance import code, machine, now
 from deltic.engine.drafts import HEAD, Drafter, Drafting
 
 
@@ -84,26 +81,9 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("model", nargs="?", help="default: the built-in model")
-    flags.add_argument("--draft-model", metavar="HEAD", help="a block drafter of the model")
-    flags.add_argument("--requests", type=int, default=12, help="of each kind and temperature")
-    flags.add_argument("--max-drafts", type=int, default=5, metavar="TOKENS")
+    flags = parser(__doc__, 12, 5)
     flags.add_argument("--threads", type=int, default=1)
-    flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
-    given = flags.parse_args()
-    made_by = {"date": now().isoformat(), "model": given.model or "built-in", "machine": machine(), "code": code()}
-    rows = run(given)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        found = {
-            "bench": "drafts right",
-            **made_by,
-            "max_drafts": given.max_drafts,
-            "load": os.getloadavg()[0],
-            "rows": rows,
-        }
-        (given.out / "drafts-right.json").write_text(json.dumps(found, indent=1) + "\n")
+    keep("drafts-right", flags.parse_args(), run)
 
 
 if __name__ == "__main__":

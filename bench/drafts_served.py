@@ -113,27 +113,32 @@ async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
             server.stop()
 
 
-def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
-    flags.add_argument("--draft-model", metavar="HEAD", help="a block drafter of the model, for a third server")
-    flags.add_argument("--requests", type=int, default=24, help="of each kind and temperature")
-    flags.add_argument("--max-drafts", type=int, default=8, metavar="TOKENS", help="of the server with drafts")
-    flags.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
+def parser(about: str | None, n_requests: int, max_drafts: int) -> argparse.ArgumentParser:
+    """Makes the flags that benches of heads share, with these defaults."""
+    flags = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("model", nargs="?", help="default: the built-in model")
+    flags.add_argument("--draft-model", metavar="HEAD", help="a block drafter of the model, to compare as well")
+    flags.add_argument("--requests", type=int, default=n_requests, help="of each kind and temperature")
+    flags.add_argument("--max-drafts", type=int, default=max_drafts, metavar="TOKENS", help="where there are drafts")
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
-    given = flags.parse_args()
-    made_by = {"date": now().isoformat(), "model": given.model or "built-in", "machine": machine(), "code": code()}
-    rows = asyncio.run(run(given))
+    return flags
+
+
+def keep(name: str, given: argparse.Namespace, measure: Callable[[argparse.Namespace], list[Any]]) -> None:
+    """Measures rows, and keeps them in a file of this name where the flags ask for one."""
+    found = {"bench": name.replace("-", " "), "date": now().isoformat(), "model": given.model or "built-in"}
+    found |= {"machine": machine(), "code": code(), "max_drafts": given.max_drafts}
+    rows = measure(given)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        found = {
-            "bench": "drafts served",
-            **made_by,
-            "max_drafts": given.max_drafts,
-            "load": os.getloadavg()[0],
-            "rows": rows,
-        }
-        (given.out / "drafts-served.json").write_text(json.dumps(found, indent=1) + "\n")
+        found |= {"load": os.getloadavg()[0], "rows": rows}
+        (given.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    flags = parser(__doc__, 24, 8)
+    flags.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
+    keep("drafts-served", flags.parse_args(), lambda given: asyncio.run(run(given)))
 
 
 if __name__ == "__main__":
