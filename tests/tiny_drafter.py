@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -72,6 +73,17 @@ def tiny_drafter(kind: str, *, seed: int = 7, prefix: str = "", dtype: torch.dty
     path = new_directory(kind)
     write_drafter(path, kind, seed, prefix, dtype)
     return path
+
+
+@functools.cache
+def small_drafter(kind: str, hidden_size: int) -> Path:
+    """Of a smaller model, as far as a test of Triton's interpreter makes one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HIDDEN": hidden_size, "FFN": 64, "N_Q": 2, "N_KV": 1, "DIM": 32}.items():
+            patch.setattr(f"tests.tiny_drafter.{name}", value)
+        path = new_directory(f"small-{kind}")
+        write_drafter(path, kind)
+        return path
 
 
 def write_drafter(path: Path, kind: str, seed: int = 7, prefix: str = "", dtype: torch.dtype = torch.bfloat16) -> None:

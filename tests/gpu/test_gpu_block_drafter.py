@@ -37,9 +37,9 @@ from tests.gpu.test_gpu_lora import adapter_of
 from tests.heads import run, sequence
 from tests.plain import plain
 from tests.reference import dflash as reference
-from tests.tiny import byte_tokenizer, new_directory, tiny_checkpoint
+from tests.tiny import byte_tokenizer, tiny_checkpoint
 from tests.tiny_config import N_REAL_VOCAB
-from tests.tiny_drafter import MASK, plain_drafter, tiny_drafter, write_drafter
+from tests.tiny_drafter import MASK, plain_drafter, small_drafter, tiny_drafter, write_drafter
 
 MOST, TOP_K = 4, 4
 
@@ -52,24 +52,16 @@ def build(kind: str | None = "dflash", path: Path | None = None, **settings: Any
     return build_runner(config, lambda stage, done: None, Gpu())
 
 
-@cache
-def small_drafter(kind: str) -> Path:
+def drafter_of(kind: str) -> Path:
     """Of the checkpoints of test_gpu_drafts.py."""
-    if HAS_GPU:
-        return tiny_drafter(kind)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"HIDDEN": SMALL["HIDDEN"], "FFN": 64, "N_Q": 2, "N_KV": 1, "DIM": 32}.items():
-            patch.setattr(f"tests.tiny_drafter.{name}", value)
-        path = new_directory(f"small-{kind}")
-        write_drafter(path, kind)
-        return path
+    return tiny_drafter(kind) if HAS_GPU else small_drafter(kind, SMALL["HIDDEN"])
 
 
 @cache
 def small(kind: str = "dense", max_drafts: int = MOST, of: str = "dflash", **settings: Any) -> Any:
     """With a drafter, unless there are no drafts."""
     sizes: dict[str, Any] = {"max_num_seqs": 6 if HAS_GPU else 3, "max_model_len": 512 if HAS_GPU else 192}
-    drafter = small_drafter(of) if max_drafts else None
+    drafter = drafter_of(of) if max_drafts else None
     return build(None, small_checkpoint(kind), **sizes, n_pages=30, n_checkpoints=6, max_drafts=max_drafts,
                  draft_model=None if drafter is None else str(drafter), **settings)  # fmt: skip
 
@@ -373,7 +365,7 @@ def test_a_prefix_brings_its_keys_along(tmp_path: Path, monkeypatch: pytest.Monk
         kept.append(found)
         return n_cached
 
-    settings: dict[str, Any] = {"path": small_checkpoint("dense"), "draft_model": str(small_drafter("dflash"))}
+    settings: dict[str, Any] = {"path": small_checkpoint("dense"), "draft_model": str(drafter_of("dflash"))}
     settings |= {"cache_dir": tmp_path / "cache", "cache_host_gb": 0.05, "n_checkpoints": 4}
     engine = Engine(build(None, **settings))
     hits = [ask(engine), ask(engine)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +62,8 @@ from tests.gpu.test_gpu_tensor_parallel import (
 from tests.heads import run as step
 from tests.heads import sequence
 from tests.planned import settled
-from tests.tiny import new_directory, set_sizes, tiny_checkpoint, tiny_embedder
-from tests.tiny_drafter import tiny_drafter, write_drafter
+from tests.tiny import set_sizes, tiny_checkpoint, tiny_embedder
+from tests.tiny_drafter import small_drafter, tiny_drafter
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 
@@ -290,17 +289,9 @@ def test_parts_see_pictures() -> None:
     assert one[0][0] != other[0][0] or farthest(one, other) > 2 * entries.LOGPROB_TOLERANCE, "the picture matters"
 
 
-@cache
 def head_of(kind: str) -> Path:
     """A block drafter of the checkpoints here."""
-    if not INTERPRETED:
-        return tiny_drafter(kind)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"HIDDEN": SIZES["HIDDEN"], "FFN": 64, "N_Q": 2, "N_KV": 1, "DIM": 32}.items():
-            patch.setattr(f"tests.tiny_drafter.{name}", value)
-        path = new_directory(f"parts-{kind}")
-        write_drafter(path, kind)
-        return path
+    return small_drafter(kind, SIZES["HIDDEN"]) if INTERPRETED else tiny_drafter(kind)
 
 
 class Blocks(NamedTuple):
