@@ -18,6 +18,8 @@ INT4, UD = "int4-g128-bfloat16", "ud-q4_k_xl"
 FILL = "python -m bench.gpu.fill --format ud-q4_k_xl --out {out}"
 SEVERAL = "--prompt 128 --output 96 --prefill 8192 --rounds 3 --memory-gb 125 --out {out}"
 FLASH = "--dummy qwen3.8-flash-next --format fp8"
+FLASH_LONG = "--max-model-len 132096 --n 1,8,64 --output 48 --prefill 8192,131072 --rounds 3 --out {out}"
+FLASH_CONTEXTS = "--n 1,8,64 --context 4096,32768 --max-model-len 132096 --out {out}"
 NATIVE = "python -m bench.gpu.native --out {out}"
 T = "tests/gpu/test_gpu_"
 SHORT = (
@@ -137,14 +139,12 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         bench_gpu(
             "layers",
             2.5,
-            f"{FLASH} --layers 12 --memory-gb 125 --max-model-len 132096 --n 1,8,64 --output 48 --prefill 8192,131072 --rounds 3 --out {{out}}",
+            f"{FLASH} --layers 12 --memory-gb 125 {FLASH_LONG}",
         ),
         Step(
             "layers-contexts",
             1,
-            (
-                f"{CONTEXTS} {FLASH} --layers 12 --memory-gb 125 --n 1,8,64 --context 4096,32768 --max-model-len 132096 --out {{out}}",
-            ),
+            (f"{CONTEXTS} {FLASH} --layers 12 --memory-gb 125 {FLASH_CONTEXTS}",),
         ),
         bench_gpu(
             "whole",
@@ -159,22 +159,21 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         bench_gpu(
             "whole-on-2",
             4,
-            f"{FLASH} --tensor-parallel 2 --memory-gb 135 --max-model-len 132096 --n 1,8,64 --output 48 --prefill 8192,131072 --rounds 3 --out {{out}}",
+            f"{FLASH} --tensor-parallel 2 --memory-gb 135 {FLASH_LONG}",
             gpus=2,
         ),
         Step(
             "contexts-on-2",
             3,
-            (
-                f"{CONTEXTS} {FLASH} --tensor-parallel 2 --memory-gb 135 --n 1,8,64 --context 4096,32768 --max-model-len 132096 --out {{out}}",
-            ),
+            (f"{CONTEXTS} {FLASH} --tensor-parallel 2 --memory-gb 135 {FLASH_CONTEXTS}",),
             gpus=2,
         ),
         Step(
             "outside",
             6,
             (
-                f"python -m bench.gpu.outside --dummy qwen3.8-flash-next --format {INT4} --gb 16,32 --n 1,8 --skew 1 --max-model-len 8448 --answers 50 --minutes {{minutes}} --out {{out}}",
+                f"python -m bench.gpu.outside --dummy qwen3.8-flash-next --format {INT4} --gb 16,32 --n 1,8 --skew 1 "
+                "--max-model-len 8448 --answers 50 --minutes {minutes} --out {out}",
             ),
         ),
     ),
@@ -204,7 +203,8 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
             "same-bits",
             3.5,
             (
-                "python -m bench.gpu.same_bits --dummy qwen3.5-27b --format fp8 --tp-invariant 8 --max-model-len 2048 --on 1,2,4,8 --out {out}",
+                "python -m bench.gpu.same_bits --dummy qwen3.5-27b --format fp8 --tp-invariant 8 --max-model-len 2048 "
+                "--on 1,2,4,8 --out {out}",
             ),
             gpus=ALL,
         ),
@@ -230,11 +230,14 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
     # estimates but for the first: 110 s of a machine that ran another script beside it
     "gpu-native": (
         Step("drafters", 3.5, (f"{NATIVE} --name drafters {T}block.py {T}block_drafter.py",)),
-        Step("streams", 2.5, (f"{NATIVE} --name streams {T}index.py {T}streams.py {T}ngrams.py {T}engine.py -k 'index or streams or ngrams or flash or pairs'",)),
+        Step("streams", 2.5, (f"{NATIVE} --name streams {T}index.py {T}streams.py {T}ngrams.py {T}engine.py "
+                              "-k 'index or streams or ngrams or flash or pairs'",)),
         Step("experts", 3.5, (f"{NATIVE} --name experts --workers 4 {T}experts.py",)),
         Step("parts", 4, (f"{NATIVE} --name parts {T}parts.py {T}waits.py -k 'not two_gpus'",)),
-        Step("two-gpus", 5, (f"{NATIVE} --name two-gpus {T}all_reduce.py {T}tensor_parallel.py {T}parts.py {T}waits.py -k 'two_gpus or more_rows_than_run_at_once'",), gpus=2),
-        *(Step(f"as-{chip}", 8, (f'{NATIVE} --name as-{chip} --as-chip {chip} --workers 8 -m "not long" {AS_CHIP}',)) for chip in ("sm_86", "sm_89", "sm_120")),
+        Step("two-gpus", 5, (f"{NATIVE} --name two-gpus {T}all_reduce.py {T}tensor_parallel.py {T}parts.py {T}waits.py "
+                             "-k 'two_gpus or more_rows_than_run_at_once'",), gpus=2),
+        *(Step(f"as-{chip}", 8, (f'{NATIVE} --name as-{chip} --as-chip {chip} --workers 8 -m "not long" {AS_CHIP}',))
+          for chip in ("sm_86", "sm_89", "sm_120")),
     ),
     "gpu-more": (
         Step(
@@ -265,7 +268,8 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
             "0.6b",
             2,
             (
-                "python -m deltic bench speech --dummy qwen3-tts-0.6b --n 1,16,64 --poisson 40 --duration 12 --warmup 2 --no-plot --out {out}",
+                "python -m deltic bench speech --dummy qwen3-tts-0.6b --n 1,16,64 --poisson 40 --duration 12 --warmup 2 "
+                "--no-plot --out {out}",
             ),
         ),
         Step(
