@@ -294,6 +294,7 @@ FOR_ALL = {
     "Schemas",
     "_trust",
     "_bytes_only",
+    "build",
     "model_files",
     "metrics_of",
     "parser",
