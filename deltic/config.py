@@ -1,18 +1,22 @@
 """Every setting of Deltic, with its default, its help text and its bounds.
 
 No other file invents a default. A field below is a flag, a DELTIC_ variable and a key of --config
-(`config_sources.py`), and `--help` shows its text (`commands/flags.py`).
+(`config_sources.py`), and `--help` shows the docstring behind it as it stands (`commands/flags.py`), so it is
+in the words and the case of `--help`.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import fnmatch
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -44,7 +48,7 @@ def exit_status(error: Exception) -> int:
 
 
 class About(TypedDict, total=False):
-    """Facts of a setting beside its default and help text."""
+    """Facts of a setting beside its default and its docstring, which is its help text."""
 
     choices: tuple[str, ...]
     metavar: str
@@ -61,9 +65,26 @@ class About(TypedDict, total=False):
     most: float
 
 
-def knob(default: T, text: str, **about: Unpack[About]) -> T:
-    """A dataclass field that is a command-line flag: its default and its help text."""
-    return dataclasses.field(default=default, metadata={"help": text, **about})
+def knob(default: T, **about: Unpack[About]) -> T:
+    """A setting of which there is more to say than a type, a default and a docstring."""
+    return dataclasses.field(default=default, metadata=about)
+
+
+@cache
+def docstrings(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings behind the fields of each class of a module, by the name of the class."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(Path(str(sys.modules[module].__file__)).read_text())):
+        if isinstance(node, ast.ClassDef):
+            texts = found.setdefault(node.name, {})
+            for field, behind in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(behind, ast.Expr)
+                    and isinstance(field.target, ast.Name)
+                ):
+                    texts[field.target.id] = " ".join(str(ast.literal_eval(behind.value)).split())
+    return found
 
 
 ADAPTER_NAME = r"[^\s\x00-\x1f\x7f]{1,256}"
@@ -76,224 +97,150 @@ class EngineConfig:
     machine.
     """
 
-    model: str = knob(BUILT_IN, "checkpoint directory, GGUF file, hub name or short name", metavar="MODEL")
-    revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
-    download_dir: Path | None = knob(
-        None, "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)"
-    )
-    tokenizer: str | None = knob(
-        None, "directory or hub name whose tokenizer and chat template are used (default: the model's)", metavar="MODEL"
-    )
-    device: str | None = knob(None, "where the model runs (default: a GPU if there is one)", choices=("cpu", "cuda"))
-    dummy: str | None = knob(None, "random weights at a published shape, e.g. qwen3.5-0.8b", metavar="SHAPE")
-    quantize: str | None = knob(
-        None,
-        "round the weights at load, to 8.25 or 4.5 bits; fp8 is for a GPU, where --device cuda is given (default: as stored)",
-        choices=("fp8", "int8", "int4", "int4-symmetric"),
-        device={"speech": "cpu"},
-    )
-    quantize_rest: str | None = knob(
-        None,
-        "of a checkpoint that is quantised, round at load the matrices that it left in 16 bits; fp8 is for a GPU (default: as "
-        "stored)",
-        choices=("fp8", "int8", "int4"),
-        kind="text",
-    )
-    weights_cache: Path | None = knob(
-        None,
-        "keep packed weights in this directory: later starts map them instead of loading; a checkpoint that changes "
-        "leaves its old file there",
-        metavar="DIR",
-        device="cpu",
-    )
-    threads: int | None = knob(
-        None, "CPU threads of the engine (default: all that it may use)", device="cpu", least=1, most=MAX_THREADS
-    )
-    pin_threads: bool = knob(
-        False, "bind each engine thread to a CPU of its own, in the order of their numbers", device="cpu"
-    )
-    memory_gb: float | None = knob(
-        None,
-        "memory for everything: weights, workspace, pages, slots and --cache-host-gb (default: what that takes with 2 GiB of "
-        "pages and slots, or half as much again as sequences need; at most 80 %% of what is free)",
-        least=0.01,
-    )
-    expert_memory: float | None = knob(
-        None,
-        "GB of memory, on each GPU, for the routed experts of a mixture; those that do not fit stay outside, on a GPU in the host's memory, on a "
-        "CPU on the disk (a packed model, or --weights-cache), and answers stay the same, to the bit (default: all of them, else "
-        "what fits)",
-        metavar="GB",
-        kind="text",
-        least=0.0,
-    )
-    max_model_len: int | None = knob(
-        None,
-        "longest sequence, prompt and answer together (default: the model's, at most 32768)",
-        metavar="TOKENS",
-        least=1,
-    )
-    rope_scaling: JsonObject | None = knob(
-        None,
-        "positions beyond those that the model was made for, by YaRN, in place of what the checkpoint says, e.g. "
-        '\'{"rope_type": "yarn", "factor": 4}\'; answers to short prompts change, too',
-        metavar="JSON",
-        kind="text",
-    )
-    max_num_seqs: int | None = knob(
-        None,
-        "sequences that run at once, on a GPU up to 1024 (default: 32, on a GPU 128, fewer if they do not fit)",
-        least=1,
-    )
-    max_step_tokens: int | None = knob(
-        None,
-        "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
-        least=1,
-    )
-    max_itl_ms: float = knob(
-        250.0,
-        "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
-        "at the least; 0 sets none",
-        least=0.0,
-    )
-    max_drafts: int | None = knob(
-        None,
-        "most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft head (MTP) or a "
-        "block drafter, a grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: "
-        "8, of a block drafter its block at most; without one 0 on a GPU, and for a model of less than 64 MiB)",
-        metavar="TOKENS",
-        kind="text",
-        least=0,
-        most=31,
-    )
-    draft_model: str | None = knob(
-        None,
-        "guess several tokens at once with this block drafter (DFlash, DFlash 2 or DSpark), in place of the draft head (MTP); "
-        "answers stay the same, to the bit (default: the folder draft_model in the model's directory, if there is one, on a GPU if "
-        "--max-drafts asks for drafts)",
-        metavar="MODEL",
-        kind="text",
-    )
-    max_picture_tokens: int | None = knob(
-        None,
-        "tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made smaller; 0 takes no "
-        "pictures and leaves the vision tower unread (default: 4096, on a GPU 16384, or what memory allows)",
-        kind="text",
-        least=0,
-    )
-    tensor_parallel: int = knob(
-        1,
-        "GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine; fastest where they "
-        "reach each other's memory",
-        metavar="N",
-        device="cuda",
-        kind="text",
-    )
-    tp_invariant: int | None = knob(
-        None,
-        "gives the bits of so many GPUs (2, 4 or 8), on as many or fewer: each runs several of the parts that the model is cut "
-        "into, one behind the other, which is slower than one larger part",
-        metavar="N",
-        device="cuda",
-        kind="text",
-    )
-    expert_parallel: bool = knob(
-        False, "give GPUs whole experts, also where columns of all could be cut", device="cuda", kind="text"
-    )
-    stages: tuple[str, ...] = knob(
-        (), "machines with the further layers, in order", metavar="HOST:PORT", several=True, device="cpu", kind="text"
-    )
-    stages_secret: Path | None = knob(None, "file of a secret, 16 bytes or more, that all of them have", metavar="FILE")
-    stages_timeout_s: float = knob(20.0, "a stage that is silent in a step for so many seconds is lost", least=0.1)
-    lora: tuple[str, ...] = knob(
-        (),
-        "apply this LoRA adapter to requests whose model is NAME: a directory of PEFT's, or a safetensors file with its "
-        "adapter_config.json beside it; may be given several times",
-        metavar="NAME=PATH",
-        kind="text",
-    )
-    allow_lora_loading: bool = knob(
-        False,
-        "let clients load adapters from paths on this machine, and unload them: POST /v1/load_lora_adapter, /v1/unload_lora_adapter",
-        kind="text",
-    )
-    max_loras: int | None = knob(
-        None,
-        "adapters that may be loaded at once (default: those of --lora, and 8 with --allow-lora-loading)",
-        kind="text",
-        least=1,
-        most=1024,
-    )
-    max_lora_rank: int | None = knob(
-        None,
-        "largest rank of an adapter, at most 256 (default: that of those of --lora, and 64 with --allow-lora-loading)",
-        kind="text",
-        least=1,
-        most=256,
-    )
-    lora_gb: float | None = knob(
-        None,
-        "memory for adapters (default: what those of --lora need, and 1 more with --allow-lora-loading)",
-        kind="text",
-        least=0.0,
-    )
+    model: str = knob(BUILT_IN, metavar="MODEL")
+    """checkpoint directory, GGUF file, hub name or short name"""
+    revision: str | None = None
+    """branch, tag or commit of a hub name (default: the hub's)"""
+    download_dir: Path | None = None
+    """where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)"""
+    tokenizer: str | None = knob(None, metavar="MODEL")
+    """directory or hub name whose tokenizer and chat template are used (default: the model's)"""
+    device: str | None = knob(None, choices=("cpu", "cuda"))
+    """where the model runs (default: a GPU if there is one)"""
+    dummy: str | None = knob(None, metavar="SHAPE")
+    """random weights at a published shape, e.g. qwen3.5-0.8b"""
+    quantize: str | None = knob(None, choices=("fp8", "int8", "int4", "int4-symmetric"), device={"speech": "cpu"})
+    """round the weights at load, to 8.25 or 4.5 bits; fp8 is for a GPU, where --device cuda is given
+    (default: as stored)
+    """
+    quantize_rest: str | None = knob(None, choices=("fp8", "int8", "int4"), kind="text")
+    """of a checkpoint that is quantised, round at load the matrices that it left in 16 bits; fp8 is for a GPU
+    (default: as stored)
+    """
+    weights_cache: Path | None = knob(None, metavar="DIR", device="cpu")
+    """keep packed weights in this directory: later starts map them instead of loading; a checkpoint that
+    changes leaves its old file there
+    """
+    threads: int | None = knob(None, device="cpu", least=1, most=MAX_THREADS)
+    """CPU threads of the engine (default: all that it may use)"""
+    pin_threads: bool = knob(False, device="cpu")
+    """bind each engine thread to a CPU of its own, in the order of their numbers"""
+    memory_gb: float | None = knob(None, least=0.01)
+    """memory for everything: weights, workspace, pages, slots and --cache-host-gb (default: what that takes
+    with 2 GiB of pages and slots, or half as much again as sequences need; at most 80 % of what is free)
+    """
+    expert_memory: float | None = knob(None, metavar="GB", kind="text", least=0.0)
+    """GB of memory, on each GPU, for the routed experts of a mixture; those that do not fit stay outside, on
+    a GPU in the host's memory, on a CPU on the disk (a packed model, or --weights-cache), and answers stay
+    the same, to the bit (default: all of them, else what fits)
+    """
+    max_model_len: int | None = knob(None, metavar="TOKENS", least=1)
+    """longest sequence, prompt and answer together (default: the model's, at most 32768)"""
+    rope_scaling: JsonObject | None = knob(None, metavar="JSON", kind="text")
+    """positions beyond those that the model was made for, by YaRN, in place of what the checkpoint says, e.g.
+    '{"rope_type": "yarn", "factor": 4}'; answers to short prompts change, too
+    """
+    max_num_seqs: int | None = knob(None, least=1)
+    """sequences that run at once, on a GPU up to 1024 (default: 32, on a GPU 128, fewer if they do not fit)
+    """
+    max_step_tokens: int | None = knob(None, least=1)
+    """most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes
+    beside them)
+    """
+    max_itl_ms: float = knob(250.0, least=0.0)
+    """target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a
+    step at the least; 0 sets none
+    """
+    max_drafts: int | None = knob(None, metavar="TOKENS", kind="text", least=0, most=31)
+    """most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft
+    head (MTP) or a block drafter, a grammar, or where text repeats itself; answers stay the same, to the bit;
+    0 guesses nothing (default: 8, of a block drafter its block at most; without one 0 on a GPU, and for a
+    model of less than 64 MiB)
+    """
+    draft_model: str | None = knob(None, metavar="MODEL", kind="text")
+    """guess several tokens at once with this block drafter (DFlash, DFlash 2 or DSpark), in place of the
+    draft head (MTP); answers stay the same, to the bit (default: the folder draft_model in the model's
+    directory, if there is one, on a GPU if --max-drafts asks for drafts)
+    """
+    max_picture_tokens: int | None = knob(None, kind="text", least=0)
+    """tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made
+    smaller; 0 takes no pictures and leaves the vision tower unread (default: 4096, on a GPU 16384, or what
+    memory allows)
+    """
+    tensor_parallel: int = knob(1, metavar="N", device="cuda", kind="text")
+    """GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine; fastest where
+    they reach each other's memory
+    """
+    tp_invariant: int | None = knob(None, metavar="N", device="cuda", kind="text")
+    """gives the bits of so many GPUs (2, 4 or 8), on as many or fewer: each runs several of the parts that
+    the model is cut into, one behind the other, which is slower than one larger part
+    """
+    expert_parallel: bool = knob(False, device="cuda", kind="text")
+    """give GPUs whole experts, also where columns of all could be cut"""
+    stages: tuple[str, ...] = knob((), metavar="HOST:PORT", several=True, device="cpu", kind="text")
+    """machines with the further layers, in order"""
+    stages_secret: Path | None = knob(None, metavar="FILE")
+    """file of a secret, 16 bytes or more, that all of them have"""
+    stages_timeout_s: float = knob(20.0, least=0.1)
+    """a stage that is silent in a step for so many seconds is lost"""
+    lora: tuple[str, ...] = knob((), metavar="NAME=PATH", kind="text")
+    """apply this LoRA adapter to requests whose model is NAME: a directory of PEFT's, or a safetensors file
+    with its adapter_config.json beside it; may be given several times
+    """
+    allow_lora_loading: bool = knob(False, kind="text")
+    """let clients load adapters from paths on this machine, and unload them: POST /v1/load_lora_adapter,
+    /v1/unload_lora_adapter
+    """
+    max_loras: int | None = knob(None, kind="text", least=1, most=1024)
+    """adapters that may be loaded at once (default: those of --lora, and 8 with --allow-lora-loading)"""
+    max_lora_rank: int | None = knob(None, kind="text", least=1, most=256)
+    """largest rank of an adapter, at most 256 (default: that of those of --lora, and 64 with
+    --allow-lora-loading)
+    """
+    lora_gb: float | None = knob(None, kind="text", least=0.0)
+    """memory for adapters (default: what those of --lora need, and 1 more with --allow-lora-loading)"""
     kv_cache_dtype: str = knob(
-        "auto",
-        "format of keys and values in pages: bf16; on a GPU fp8 (half the memory), or turboquant_k8v4 (keys in 8 bits, values "
-        "in 4); on a CPU int8, or k8v4; answers change with it. auto: on a GPU what the checkpoint was made for, else bf16",
-        choices=("auto", "bf16", "fp8", "turboquant_k8v4", "int8", "k8v4", "bfloat16", "fp8_e4m3"),
-        kind="text",
+        "auto", choices=("auto", "bf16", "fp8", "turboquant_k8v4", "int8", "k8v4", "bfloat16", "fp8_e4m3"), kind="text"
     )
-    n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)", least=1)
-    state_dtype: str = knob(
-        "float32",
-        "what recurrent states are kept in; bfloat16 takes half of the memory and traffic, and rounds a state whenever it is stored",
-        choices=("float32", "bfloat16"),
-        kind="text",
-    )
-    prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
-    n_checkpoints: int | None = knob(
-        None,
-        "state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what a "
-        "quarter of the pools holds)",
-        kind="text",
-        least=0,
-    )
-    cache_host_gb: float | None = knob(
-        None,
-        "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
-        "preempted only)",
-        least=0.0,
-    )
-    cache_dir: Path | None = knob(None, "keep the prefix cache in this directory, too: it survives a restart")
-    cache_disk_gb: float = knob(
-        16.0,
-        "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full",
-        least=0.0,
-    )
-    allow_cache_transfer: bool = knob(
-        False,
-        "let administrators move prefixes between servers: POST /cache/export, /cache/import; needs --cache-dir",
-        kind="text",
-    )
-    voices_dir: Path | None = knob(
-        None,
-        "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)",
-        kind="speech",
-    )
-    lever: tuple[str, ...] = knob(
-        (),
-        "set an optimisation of the GPU, to measure it, e.g. pdl=off (docs/gpu.md lists them); may be given several "
-        "times",
-        metavar="NAME=VALUE",
-        device="cuda",
-    )
-    trace: Path | None = knob(
-        None,
-        "append what each step did to this file, as a Chrome trace, up to 256 MB (Perfetto opens it)",
-        metavar="FILE",
-    )
-    seed: int = knob(0, "seed of dummy weights")
+    """format of keys and values in pages: bf16; on a GPU fp8 (half the memory), or turboquant_k8v4 (keys in 8
+    bits, values in 4); on a CPU int8, or k8v4; answers change with it. auto: on a GPU what the checkpoint was
+    made for, else bf16
+    """
+    n_pages: int | None = knob(None, least=1)
+    """KV pages of 64 tokens (default: what fits, at most what can be used)"""
+    state_dtype: str = knob("float32", choices=("float32", "bfloat16"), kind="text")
+    """what recurrent states are kept in; bfloat16 takes half of the memory and traffic, and rounds a state
+    whenever it is stored
+    """
+    prefix_cache: bool = True
+    """keep what was computed, for requests that begin in the same way"""
+    n_checkpoints: int | None = knob(None, kind="text", least=0)
+    """state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what
+    a quarter of the pools holds)
+    """
+    cache_host_gb: float | None = knob(None, least=0.0)
+    """host memory for what is evicted from the pools, and for preempted sequences (default: for one of full
+    length, preempted only)
+    """
+    cache_dir: Path | None = None
+    """keep the prefix cache in this directory, too: it survives a restart"""
+    cache_disk_gb: float = knob(16.0, least=0.0)
+    """most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full"""
+    allow_cache_transfer: bool = knob(False, kind="text")
+    """let administrators move prefixes between servers: POST /cache/export, /cache/import; needs --cache-dir
+    """
+    voices_dir: Path | None = knob(None, kind="speech")
+    """keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in
+    memory)
+    """
+    lever: tuple[str, ...] = knob((), metavar="NAME=VALUE", device="cuda")
+    """set an optimisation of the GPU, to measure it, e.g. pdl=off (docs/gpu.md lists them); may be given
+    several times
+    """
+    trace: Path | None = knob(None, metavar="FILE")
+    """append what each step did to this file, as a Chrome trace, up to 256 MB (Perfetto opens it)"""
+    seed: int = 0
+    """seed of dummy weights"""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that no model could have together."""
@@ -340,33 +287,24 @@ class EngineConfig:
 class ModelConfig:
     """The HTTP process's settings for one model."""
 
-    served_model_name: tuple[str, ...] = knob(
-        (),
-        "names that requests may use, the first in answers (default: the model's own). One with *, ? or [ in it is a pattern "
-        "for any other name, e.g. '*' or 'gpt-*', and is not listed",
-        metavar="NAME",
-        several=True,
-    )
-    chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
-    default_chat_template_kwargs: JsonObject | None = knob(
-        None,
-        "settings of the chat template for requests that do not say, e.g. '{\"enable_thinking\": false}'",
-        metavar="JSON",
-    )
-    generation_config: str = knob(
-        "auto",
-        "where temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say come from: auto (the "
-        "checkpoint's generation_config.json), none (nowhere), or such a file or its directory",
-        metavar="auto|none|PATH",
-    )
-    override_generation_config: JsonObject | None = knob(
-        None, "of these, and max_new_tokens, other values, e.g. '{\"temperature\": 0.6}'", metavar="JSON"
-    )
-    voice_alias: tuple[str, ...] = knob(
-        (),
-        "another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several times",
-        metavar="NAME=VOICE",
-    )
+    served_model_name: tuple[str, ...] = knob((), metavar="NAME", several=True)
+    """names that requests may use, the first in answers (default: the model's own). One with *, ? or [ in it
+    is a pattern for any other name, e.g. '*' or 'gpt-*', and is not listed
+    """
+    chat_template: Path | None = None
+    """Jinja file to use instead of the checkpoint's chat template"""
+    default_chat_template_kwargs: JsonObject | None = knob(None, metavar="JSON")
+    """settings of the chat template for requests that do not say, e.g. '{"enable_thinking": false}'"""
+    generation_config: str = knob("auto", metavar="auto|none|PATH")
+    """where temperature, top_p, top_k, min_p and repetition_penalty of requests that do not say come from:
+    auto (the checkpoint's generation_config.json), none (nowhere), or such a file or its directory
+    """
+    override_generation_config: JsonObject | None = knob(None, metavar="JSON")
+    """of these, and max_new_tokens, other values, e.g. '{"temperature": 0.6}'"""
+    voice_alias: tuple[str, ...] = knob((), metavar="NAME=VOICE")
+    """another name of a voice, for programs that know OpenAI's only, e.g. alloy=ryan; may be given several
+    times
+    """
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a pattern that is none."""
@@ -400,167 +338,136 @@ def _is_pattern(name: str) -> bool:
 class ServerConfig:
     """The HTTP process's settings that do not depend on the model."""
 
-    models_from: tuple[str, ...] = knob(
-        (),
-        "load models when requests name them: those in this directory, or with the word cache in the hub's (or "
-        "--download-dir); may be given several times. A MODEL beside it is loaded at the start",
-        metavar="cache|DIR",
-    )
-    models_gb: float | None = knob(
-        None,
-        "with --models-from: memory for all models that are loaded at once (default: 80 %% of what is free at the start, on a "
-        "GPU 95 %%); those that were used least recently are unloaded for others",
-        least=0.01,
-    )
-    keep_alive: str = knob(
-        "5m",
-        "with --models-from: unload a model that nobody has asked for so long, as 90s, 5m or 1h; 0: at once, -1: never. MODELs "
-        "of the command line stay until their memory is needed",
-        metavar="TIME",
-    )
-    allow_pull: bool = knob(
-        False,
-        "with --models-from cache: let clients (with keys those of administrators) have models of the hub fetched to the disk, and "
-        "deleted: /api/pull, /api/delete",
-    )
-    load_timeout_s: float = knob(
-        300.0,
-        "with --models-from: a request that waits longer than this many seconds for its model to be loaded is ended, 503; 0: "
-        "never",
-        least=0.0,
-    )
-    host: str = knob("127.0.0.1", "address to listen on")
-    port: int = knob(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
-    uds: Path | None = knob(
-        None,
-        "Unix socket to listen on, instead of a port; who may write to the file may ask (it gets mode 0660)",
-        metavar="PATH",
-    )
-    ssl_certfile: Path | None = knob(None, "serve https with this certificate and its chain (PEM)", metavar="FILE")
-    ssl_keyfile: Path | None = knob(None, "its key (PEM; default: in the same file)", metavar="FILE")
-    ssl_keyfile_password: str | None = knob(
-        None,
-        "the key's password; better in DELTIC_SSL_KEYFILE_PASSWORD, since every user may read a command line",
-        metavar="TEXT",
-    )
-    ssl_ca_certs: Path | None = knob(
-        None, "let in only clients with a certificate of one of these authorities (PEM)", metavar="FILE"
-    )
-    root_path: str = knob("", "prefix under which a proxy offers this server, e.g. /llm", metavar="PATH")
-    api_key: tuple[str, ...] = knob(
-        (),
-        "accept only requests with this key; may be given several times. With a name, NAME=KEY, logs and metrics tell whose "
-        "request it was (a KEY that has a '=' needs one)",
-        metavar="[NAME=]KEY",
-    )
-    api_key_file: Path | None = knob(
-        None,
-        "more keys, with limits of their own: TOML, for each name a table of key, max_concurrent, tokens_per_minute, admin",
-        metavar="FILE",
-    )
-    share_cache: bool = knob(
-        False, "let keys of different names find each other's prefixes in the cache, and so learn who asked what before"
-    )
-    max_concurrent_per_key: int = knob(
-        0, "requests of one key that may be open at once; more are answered 429; 0: any number", least=0
-    )
-    tokens_per_minute_per_key: int = knob(
-        0, "tokens of one key in a minute, of prompts and answers; beyond it 429; 0: any number", least=0
-    )
-    request_timeout_s: float = knob(
-        0.0, "a request that has not ended after this many seconds is ended, 504; 0: never", least=0.0
-    )
-    queue_timeout_s: float = knob(
-        0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never", least=0.0
-    )
-    client_timeout_s: float = knob(
-        20.0,
-        "close a connection whose request's head is not whole, or whose body makes no progress, for this many seconds; 0: never",
-        least=0.0,
-    )
-    engine_timeout_s: float = knob(
-        60.0,
-        "an engine that shows no sign of life for so many seconds, though requests are open, is ended and started again (a "
-        "long step on a CPU is one); 0: never",
-        least=0.0,
-    )
-    cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
-    fetch_images_from: tuple[str, ...] = knob(
-        (),
-        "fetch a chat's pictures from this host if they have http(s) URLs: a name, *.example.com, * for any, an address or a "
-        "network; only an address that is named so may be one that is not public; may be given several times "
-        "(default: from nowhere)",
-        metavar="HOST",
-    )
-    allow_audio_host: tuple[str, ...] = knob(
-        (),
-        "fetch a request's ref_audio from this host if it is an http(s) URL, as --fetch-images-from has it; may be given several "
-        "times (default: from nowhere)",
-        metavar="HOST",
-    )
-    allow_audio_dir: Path | None = knob(
-        None, "read a request's ref_audio from this directory if it is a file: URL (default: read no files)"
-    )
-    max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429", least=0)
-    max_body_mb: float | None = knob(
-        None, "largest request body (default: 16, and 64 with a model that takes pictures)", least=0.001
-    )
-    max_n: int = knob(16, "largest n of a request", least=1)
-    max_logprobs: int = knob(20, "most alternatives per token a request may ask for", least=0)
-    drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish", least=0.0)
-    drain_notice_s: float = knob(
-        0.0,
-        "after SIGTERM and before that, seconds to take requests still, while /health and /ready send routers elsewhere (503)",
-        least=0.0,
-    )
-    max_stored_responses: int = knob(
-        1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none", least=0
-    )
-    batch_dir: Path | None = knob(
-        None, "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)"
-    )
-    batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", least=0.0)
-    batch_in_flight: int | None = knob(
-        None,
-        "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)",
-        least=1,
-    )
-    skip_hosted_tools: bool = knob(
-        False,
-        "leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to /v1/responses instead "
-        "of refusing them",
-    )
-    default_max_tokens: int | None = knob(
-        None, "answer length when a request names none (default: whatever the context leaves)", least=1
-    )
-    metrics_names: str = knob(
-        "deltic",
-        "names of a model's numbers in /metrics: deltic_*, vllm:* for routers and dashboards made for that, both of these, or the "
-        "few of sglang:* that routers read",
-        choices=("deltic", "vllm", "both", "sglang"),
-    )
-    kv_events: str | None = knob(
-        None,
-        "tell routers here what the prefix cache holds, as vLLM does, e.g. tcp://*:5557; who connects reads prompts",
-        metavar="ADDRESS",
-    )
-    kv_events_replay: str | None = knob(None, "tell readers of --kv-events here what they missed", metavar="ADDRESS")
-    kv_events_topic: str = knob(
-        "kv@{host}:{port}@{model}",
-        "what messages of --kv-events begin with; {host}, {port}: the server's (for every address the machine's name)",
-        metavar="TEXT",
-    )
-    strict_fields: str = knob(
-        "on",
-        "off: fields of a request that are not known are left out, with a warning in the log, instead of refused",
-        choices=("on", "off"),
-    )
-    trust_request_chat_template: bool = knob(
-        False, "let a chat bring a template of its own (chat_template); it may write any token into its prompt"
-    )
-    log_level: str = knob("info", "server log level", choices=("debug", "info", "warning", "error"))
-    log_format: str = knob("text", "lines for people, or a JSON object each", choices=("text", "json"))
-    log_prompts: bool = knob(False, "write the body of every request into its line of the log")
+    models_from: tuple[str, ...] = knob((), metavar="cache|DIR")
+    """load models when requests name them: those in this directory, or with the word cache in the hub's (or
+    --download-dir); may be given several times. A MODEL beside it is loaded at the start
+    """
+    models_gb: float | None = knob(None, least=0.01)
+    """with --models-from: memory for all models that are loaded at once (default: 80 % of what is free at the
+    start, on a GPU 95 %); those that were used least recently are unloaded for others
+    """
+    keep_alive: str = knob("5m", metavar="TIME")
+    """with --models-from: unload a model that nobody has asked for so long, as 90s, 5m or 1h; 0: at once, -1:
+    never. MODELs of the command line stay until their memory is needed
+    """
+    allow_pull: bool = False
+    """with --models-from cache: let clients (with keys those of administrators) have models of the hub
+    fetched to the disk, and deleted: /api/pull, /api/delete
+    """
+    load_timeout_s: float = knob(300.0, least=0.0)
+    """with --models-from: a request that waits longer than this many seconds for its model to be loaded is
+    ended, 503; 0: never
+    """
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = knob(8000, least=0, most=65535)
+    """port to listen on; 0 takes a free one"""
+    uds: Path | None = knob(None, metavar="PATH")
+    """Unix socket to listen on, instead of a port; who may write to the file may ask (it gets mode 0660)"""
+    ssl_certfile: Path | None = knob(None, metavar="FILE")
+    """serve https with this certificate and its chain (PEM)"""
+    ssl_keyfile: Path | None = knob(None, metavar="FILE")
+    """its key (PEM; default: in the same file)"""
+    ssl_keyfile_password: str | None = knob(None, metavar="TEXT")
+    """the key's password; better in DELTIC_SSL_KEYFILE_PASSWORD, since every user may read a command line"""
+    ssl_ca_certs: Path | None = knob(None, metavar="FILE")
+    """let in only clients with a certificate of one of these authorities (PEM)"""
+    root_path: str = knob("", metavar="PATH")
+    """prefix under which a proxy offers this server, e.g. /llm"""
+    api_key: tuple[str, ...] = knob((), metavar="[NAME=]KEY")
+    """accept only requests with this key; may be given several times. With a name, NAME=KEY, logs and metrics
+    tell whose request it was (a KEY that has a '=' needs one)
+    """
+    api_key_file: Path | None = knob(None, metavar="FILE")
+    """more keys, with limits of their own: TOML, for each name a table of key, max_concurrent,
+    tokens_per_minute, admin
+    """
+    share_cache: bool = False
+    """let keys of different names find each other's prefixes in the cache, and so learn who asked what before
+    """
+    max_concurrent_per_key: int = knob(0, least=0)
+    """requests of one key that may be open at once; more are answered 429; 0: any number"""
+    tokens_per_minute_per_key: int = knob(0, least=0)
+    """tokens of one key in a minute, of prompts and answers; beyond it 429; 0: any number"""
+    request_timeout_s: float = knob(0.0, least=0.0)
+    """a request that has not ended after this many seconds is ended, 504; 0: never"""
+    queue_timeout_s: float = knob(0.0, least=0.0)
+    """a request that still waits for its place after this many seconds is ended, 503; 0: never"""
+    client_timeout_s: float = knob(20.0, least=0.0)
+    """close a connection whose request's head is not whole, or whose body makes no progress, for this many
+    seconds; 0: never
+    """
+    engine_timeout_s: float = knob(60.0, least=0.0)
+    """an engine that shows no sign of life for so many seconds, though requests are open, is ended and
+    started again (a long step on a CPU is one); 0: never
+    """
+    cors_origin: tuple[str, ...] = ()
+    """allow this origin in browsers; may be given several times"""
+    fetch_images_from: tuple[str, ...] = knob((), metavar="HOST")
+    """fetch a chat's pictures from this host if they have http(s) URLs: a name, *.example.com, * for any, an
+    address or a network; only an address that is named so may be one that is not public; may be given several
+    times (default: from nowhere)
+    """
+    allow_audio_host: tuple[str, ...] = knob((), metavar="HOST")
+    """fetch a request's ref_audio from this host if it is an http(s) URL, as --fetch-images-from has it; may
+    be given several times (default: from nowhere)
+    """
+    allow_audio_dir: Path | None = None
+    """read a request's ref_audio from this directory if it is a file: URL (default: read no files)"""
+    max_queue: int = knob(256, least=0)
+    """sequences that may wait (n of a request counts n); more are answered 429"""
+    max_body_mb: float | None = knob(None, least=0.001)
+    """largest request body (default: 16, and 64 with a model that takes pictures)"""
+    max_n: int = knob(16, least=1)
+    """largest n of a request"""
+    max_logprobs: int = knob(20, least=0)
+    """most alternatives per token a request may ask for"""
+    drain_s: float = knob(30.0, least=0.0)
+    """after SIGTERM, seconds that running requests get to finish"""
+    drain_notice_s: float = knob(0.0, least=0.0)
+    """after SIGTERM and before that, seconds to take requests still, while /health and /ready send routers
+    elsewhere (503)
+    """
+    max_stored_responses: int = knob(1000, least=0)
+    """answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"""
+    batch_dir: Path | None = None
+    """keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)"""
+    batch_disk_gb: float = knob(16.0, least=0.0)
+    """most that is kept in --batch-dir"""
+    batch_in_flight: int | None = knob(None, least=1)
+    """requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)
+    """
+    skip_hosted_tools: bool = False
+    """leave tools that OpenAI's servers run (web_search, image_generation, ...) out of requests to
+    /v1/responses instead of refusing them
+    """
+    default_max_tokens: int | None = knob(None, least=1)
+    """answer length when a request names none (default: whatever the context leaves)"""
+    metrics_names: str = knob("deltic", choices=("deltic", "vllm", "both", "sglang"))
+    """names of a model's numbers in /metrics: deltic_*, vllm:* for routers and dashboards made for that, both
+    of these, or the few of sglang:* that routers read
+    """
+    kv_events: str | None = knob(None, metavar="ADDRESS")
+    """tell routers here what the prefix cache holds, as vLLM does, e.g. tcp://*:5557; who connects reads
+    prompts
+    """
+    kv_events_replay: str | None = knob(None, metavar="ADDRESS")
+    """tell readers of --kv-events here what they missed"""
+    kv_events_topic: str = knob("kv@{host}:{port}@{model}", metavar="TEXT")
+    """what messages of --kv-events begin with; {host}, {port}: the server's (for every address the machine's
+    name)
+    """
+    strict_fields: str = knob("on", choices=("on", "off"))
+    """off: fields of a request that are not known are left out, with a warning in the log, instead of refused
+    """
+    trust_request_chat_template: bool = False
+    """let a chat bring a template of its own (chat_template); it may write any token into its prompt"""
+    log_level: str = knob("info", choices=("debug", "info", "warning", "error"))
+    """server log level"""
+    log_format: str = knob("text", choices=("text", "json"))
+    """lines for people, or a JSON object each"""
+    log_prompts: bool = False
+    """write the body of every request into its line of the log"""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a prefix that no path could have."""

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from deltic.config import MEASURED, Config, EngineConfig, ModelConfig, ServerConfig
+from deltic.config import MEASURED, Config, EngineConfig, ModelConfig, ServerConfig, docstrings
 from deltic.json_types import JsonObject
 
 UNITS = {"dir": "DIR", "gb": "GB", "mb": "MB", "ms": "MS", "s": "SECONDS", "tokens": "TOKENS"}
@@ -67,13 +67,13 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Config], but: Sequence[
     """Adds a flag for each field of `cls` but those named; only flags that were given appear in the parsed
     namespace.
     """
-    hints = get_type_hints(cls)
+    hints, texts = get_type_hints(cls), docstrings(cls.__module__)[cls.__name__]
     group = parser.add_argument_group(cls.__name__.removesuffix("Config").lower())
     for field in dataclasses.fields(cls):
         if field.name in but:
             continue
         (kind, many), about = scalar(hints[field.name]), field.metadata
-        text, flag = about["help"], "--" + field.name.replace("_", "-")
+        text, flag = texts[field.name].replace("%", "%%"), "--" + field.name.replace("_", "-")
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
             continue

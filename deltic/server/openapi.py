@@ -11,11 +11,9 @@ constructs what answers.json describes; tests hold real answers to it, and find 
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic import __version__
+from deltic.config import docstrings
 from deltic.json_types import JsonObject
 from deltic.server.service import Kind, Service
 from deltic.server.transport import ANTHROPIC, OLLAMA
@@ -176,29 +175,12 @@ def examples() -> dict[str, JsonObject]:
     return tomllib.loads(Path(__file__).with_name("examples.toml").read_text())
 
 
-@cache
-def _documented(module: str) -> dict[str, dict[str, str]]:
-    """The docstrings behind the fields of each class of a module, by the name of the class."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.walk(ast.parse(Path(str(sys.modules[module].__file__)).read_text())):
-        if isinstance(node, ast.ClassDef):
-            texts = found.setdefault(node.name, {})
-            for field, behind in zip(node.body, node.body[1:], strict=False):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(behind, ast.Expr)
-                    and isinstance(field.target, ast.Name)
-                ):
-                    texts[field.target.id] = " ".join(str(ast.literal_eval(behind.value)).split())
-    return found
-
-
 def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
     """The meanings of the fields of a struct, by their names in JSON."""
     own: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         if base.__module__.startswith("deltic"):
-            own |= _documented(base.__module__).get(base.__name__, {})
+            own |= docstrings(base.__module__).get(base.__name__, {})
     names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
     tag = struct.__struct_config__.tag_field
     texts = {name: own.get(field) or _named_fields().get(name, "") for name, field in names.items()}

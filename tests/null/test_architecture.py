@@ -286,7 +286,7 @@ FOR_ALL = {
     "Hosts._networks",
     "_document",
     "_client_tools",
-    "_documented",
+    "docstrings",
     "_named_fields",
     "_texts",
     "answers",
