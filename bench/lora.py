@@ -53,7 +53,7 @@ def random_adapter(shape: ModelShape, rank: int, seed: int) -> Adapter:
                 for size in ((rank, part.k), (part.n, rank))
             )
             deltas[name] = (Delta(0, down, up, 1.0),)
-    return Adapter(f"{rank} {seed}".encode(), deltas, ())
+    return Adapter(f"{rank} {seed}".encode(), deltas, (), rank)
 
 
 def measured(name: str, asked: EngineConfig, n: int, rank: int, n_threads: int, rounds: int) -> dict[str, Any]:

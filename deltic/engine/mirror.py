@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from deltic.engine.messages import Request, TokenLogprob
-from deltic.engine.step import Chunk, Draw, Rule, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Draw, HeldAdapter, Rule, Sequence, Step, StepResult
 
 
 class SentRule(msgspec.Struct, array_like=True, frozen=True):
@@ -42,6 +42,8 @@ class Newcomer(msgspec.Struct, array_like=True, frozen=True):
     index: int
     seed: int
     n_prompt: int
+    adapter_slot: int
+    """The row of its adapter in every machine's table; -1: it has none."""
 
 
 class SentSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -99,6 +101,61 @@ class SentResult(msgspec.Struct, tag="result", frozen=True):
         return StepResult(self.tokens, self.logprobs, self.prompt_logprobs)
 
 
+class AskedAdapter(msgspec.Struct, tag="adapter"):
+    """Asks for an Answer: a machine reads its copy of an adapter, and puts the terms of its layers into a
+    slot.
+    """
+
+    path: str
+    key: bytes
+    """Key of its content, which must be the same everywhere."""
+    adapter_slot: int
+    number: int = 0
+
+
+class DroppedAdapter(msgspec.Struct, tag="no adapter", frozen=True):
+    """The adapter in a slot is not needed any more."""
+
+    adapter_slot: int
+
+
+class Answer(msgspec.Struct, tag="answer", frozen=True):
+    """Tells how a Task went. error: why it could not be done; None: it was."""
+
+    number: int
+    error: str | None = None
+
+
+Task = AskedAdapter
+
+
+class Errand:
+    """A Task of the other machines, and their answers."""
+
+    def __init__(self, n_machines: int) -> None:
+        self.n_machines = n_machines
+        self.answers: list[Answer] = []
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.answers) == self.n_machines
+
+    @property
+    def error(self) -> str | None:
+        return next((answer.error for answer in self.answers if answer.error is not None), None)
+
+
+class Machines(Protocol):
+    """The other machines of a model, for what is done beside its steps, in the order in which it is asked."""
+
+    def ask(self, task: Task) -> Errand: ...
+
+    def tell(self, news: DroppedAdapter) -> None: ...
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        """Takes the answers that have come, or waits for the next so long."""
+
+
 class _ToldSequence(NamedTuple):
     """Record of what a batch slot has been told."""
 
@@ -134,7 +191,9 @@ class StepTeller:
         number, known, newcomer = _batch_slot(sequence), self._known[_batch_slot(sequence)], None
         if known is None or known.sequence is not sequence or known.tokens is not sequence.tokens:
             known = _ToldSequence(sequence, sequence.tokens, 0, sequence.pages_version, 0)
-            newcomer = Newcomer(_bare(sequence.request), sequence.index, sequence.seed, sequence.n_prompt)
+            newcomer = Newcomer(
+                _bare(sequence.request), sequence.index, sequence.seed, sequence.n_prompt, sequence.adapter_slot
+            )
         n_pages = known.n_pages if known.pages_version == sequence.pages_version else 0
         tokens, pages, guide = sequence.tokens[known.n_tokens :], sequence.pages[n_pages:], sequence.guide
         self._known[number] = _ToldSequence(
@@ -222,9 +281,10 @@ class Mirror:
 
     def _take(self, sent: SentSequence) -> None:
         if (new := sent.newcomer) is not None:
-            self._sequences[sent.batch_slot] = Sequence(
+            self._sequences[sent.batch_slot] = sequence = Sequence(
                 new.request, new.index, new.seed, array("i"), new.n_prompt, batch_slot=sent.batch_slot
             )
+            sequence.adapter = HeldAdapter(new.adapter_slot) if new.adapter_slot >= 0 else None
         sequence = self._at(sent.batch_slot)
         sequence.tokens.frombytes(sent.tokens)
         if sequence.pages_version != sent.pages_version:

@@ -19,6 +19,7 @@ from typing import Protocol
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.events import AdapterLoaded
 from deltic.engine.messages import LoadAdapter
+from deltic.engine.mirror import AskedAdapter, DroppedAdapter, Errand, Machines
 from deltic.engine.step import HeldAdapter
 from deltic.machine import be_nice
 from deltic.models.fields import CheckpointError
@@ -44,6 +45,8 @@ class AdapterRoom:
 
 
 NO_ADAPTERS = AdapterRoom()
+
+_Command = LoadAdapter | AskedAdapter
 
 
 class AdapterMemory(Protocol):
@@ -74,6 +77,8 @@ class _Loaded(HeldAdapter):
     n_loads: int = 1
     """Loads that were not dropped; at 0 it goes when no sequence has it."""
     is_open: bool = False
+    others: Errand | None = None
+    """Answers of the model's other machines, which have it in the same slot."""
 
 
 class Adapters:
@@ -82,8 +87,10 @@ class Adapters:
     def __init__(self, shape: ModelShape, room: AdapterRoom, memory: AdapterMemory) -> None:
         self._shape, self._room, self._memory = shape, room, memory
         self._loaded: dict[int, _Loaded] = {}  # by slot
-        self._work: deque[tuple[LoadAdapter, Future[tuple[Adapter, int]] | Future[None], _Loaded | None]] = deque()
+        self._work: deque[tuple[_Command, Future[tuple[Adapter, int]] | Future[None], _Loaded | None]] = deque()
         self._pool = ThreadPoolExecutor(1, "adapters", initializer=be_nice)
+        self.machines: Machines | None = None
+        """Machines with further layers of the model, once they are there."""
 
     @property
     def is_waiting(self) -> bool:
@@ -93,14 +100,19 @@ class Adapters:
     @property
     def has_work(self) -> bool:
         """True if `poll` would do something now."""
-        return bool(self._work) and self._work[0][1].done()
+        if not self._work or not self._work[0][1].done():
+            return False
+        one = self._work[0][2]
+        return one is None or one.others is None or one.others.is_done
 
     def find(self, key: bytes) -> _Loaded | None:
         """The adapter of a key, if requests may have it."""
         return next((one for one in self._loaded.values() if one.key == key and one.n_loads and one.is_open), None)
 
-    def load(self, command: LoadAdapter) -> None:
-        """Begins to load; `poll` answers, in the order of the commands."""
+    def load(self, command: _Command) -> None:
+        """Begins to load; `poll` answers, in the order of the commands. An AskedAdapter has its slot, which
+        is free.
+        """
         self._work.append((command, self._pool.submit(self._read, Path(command.path)), None))
 
     def load_now(self, source: Path | Adapter) -> AdapterLoaded:
@@ -110,6 +122,8 @@ class Adapters:
         while self.is_waiting:
             with contextlib.suppress(Exception):  # `poll` says it
                 self._work[0][1].result()
+            if self.machines is not None and not self.has_work:
+                self.machines.hear(0.1)
             for answer in self.poll():
                 if answer.error is not None:
                     raise CheckpointError(answer.error)
@@ -123,6 +137,12 @@ class Adapters:
             one.n_loads -= 1
             self._free()
 
+    def drop_slot(self, slot: int) -> None:
+        """Takes back what the engine's machine has asked for."""
+        if slot in self._loaded:
+            self._loaded[slot].n_loads = 0
+            self._free()
+
     def poll(self) -> list[AdapterLoaded]:
         """Goes on with what has been read or written. Gives answers."""
         answers = []
@@ -134,6 +154,8 @@ class Adapters:
                     assert result is not None
                     answer = self._place(command, *result)
                 else:
+                    if one.others is not None and one.others.error is not None:
+                        raise ConfigError(one.others.error)
                     self._memory.open(one.adapter_slot)
                     one.is_open = True
                     answer = _answer(command, one)
@@ -157,10 +179,13 @@ class Adapters:
         adapter = source if isinstance(source, Adapter) else read_adapter(source, self._shape)
         return adapter, self._memory.bytes_of(adapter)
 
-    def _place(self, command: LoadAdapter, adapter: Adapter, n_bytes: int) -> AdapterLoaded | None:
+    def _place(self, command: _Command, adapter: Adapter, n_bytes: int) -> AdapterLoaded | None:
         """Gives an adapter its place and begins to write it; an answer if that is all. Raises ConfigError
-        where there is no room.
+        where there is no room, and for another one than was asked for.
         """
+        asked = command if isinstance(command, AskedAdapter) else None
+        if asked is not None and asked.key != adapter.key:
+            raise ConfigError(f"{command.path}: is another adapter here; give all machines the same files")
         known = next((one for one in self._loaded.values() if one.key == adapter.key and one.n_loads), None)
         if known is not None:
             known.n_loads += 1
@@ -171,7 +196,7 @@ class Adapters:
             raise ConfigError(
                 f"{command.path}: rank {adapter.rank}; this server has room for {room.rank}: --max-lora-rank"
             )
-        slot = next((i for i in range(room.n) if i not in self._loaded), None)
+        slot = next((i for i in range(room.n) if i not in self._loaded), None) if asked is None else asked.adapter_slot
         if slot is None:
             raise ConfigError(
                 f"{command.path}: {room.n} adapters are loaded; unload one, or start with more --max-loras"
@@ -185,6 +210,8 @@ class Adapters:
             )
         one = _Loaded(slot, key=adapter.key, begin=begin, n_bytes=n_bytes, rank=adapter.rank)
         self._loaded[slot] = one
+        if self.machines is not None:
+            one.others = self.machines.ask(AskedAdapter(command.path, adapter.key, slot))
         self._work.appendleft((command, self._pool.submit(self._memory.write, slot, begin, adapter), one))
         return None
 
@@ -204,9 +231,11 @@ class Adapters:
             if not one.n_loads and not one.n_sequences and slot not in writing:
                 self._memory.clear(slot)
                 del self._loaded[slot]
+                if self.machines is not None:
+                    self.machines.tell(DroppedAdapter(slot))
 
 
-def _answer(command: LoadAdapter, one: _Loaded) -> AdapterLoaded:
+def _answer(command: _Command, one: _Loaded) -> AdapterLoaded:
     return AdapterLoaded(command.path, one.key, one.rank, one.n_bytes, number=command.number)
 
 

@@ -338,9 +338,11 @@ def build_runner(
     if isinstance(model, SpeechModel):
         runner, kind = _build_speech(model, device, free, start)
     elif model.config.stages:
-        runner, kind, said = _build_stage(model, device, start)
-        start.notices += [f"{what} ({kernels})" for what, kernels in said]
-        kinds = dict.fromkeys(kernels for _, kernels in said)
+        runner, kind, stages = _build_stage(model, device, start)
+        start.notices += [f"{what} ({kernels})" for what, kernels in stages.said]
+        kinds = dict.fromkeys(kernels for _, kernels in stages.said)
+        if runner.adapters is not None:
+            runner.adapters.machines = stages
         runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds))
         if len(kinds) > 1:
             start.notices.append("machines have different kernels: answers have the bits of no single one of them")
@@ -406,10 +408,9 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
 
 def _build_stage(
     model: TextModel, device: Cpu | Gpu, start: _Start, number: int = 0, front: PeerConnection | None = None
-) -> tuple[Runner, str, list[tuple[str, str]]]:
-    """A runner of a stage of a language model, once all stages behind it are ready; its precision; and what
-    runs where, with which kernels. front: of a stage that is not the engine's own. Raises ConfigError,
-    RunnerLostError.
+) -> tuple[Runner, str, Stages]:
+    """A runner of a stage of a language model, once all stages behind it are ready, its precision, and the
+    stages. front: of a stage that is not the engine's own. Raises ConfigError, RunnerLostError.
     """
     free, stages, shape = device.free_bytes(), Stages(model, front), model.shape
     limits = stages.join(number, Limits(shared_sizes(make_plan(device.text, model, free))), start.progress)
@@ -420,9 +421,9 @@ def _build_stage(
     assert isinstance(runner, Runner)
     last, place = shape.first_layer + shape.n_layers - 1, "here" if front is None else f"on {front.own_name}"
     own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place}"
-    said = stages.wait((own, runner.info.kernels), start.progress)
+    stages.said = stages.wait((own, runner.info.kernels), start.progress)
     runner.neighbours = stages
-    return runner, kind, said
+    return runner, kind, stages
 
 
 def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
@@ -441,13 +442,13 @@ def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
         model = settle_text(config, device, stage=join.number)
         if content_of(model) != join.content:
             raise ConfigError(f"it has another model, {model_name(config)}; give all machines the same")
-        runner, _, said = _build_stage(model, device, _Start(front.report), join.number, front)
+        runner, _, stages = _build_stage(model, device, _Start(front.report), join.number, front)
     except (ValueError, MemoryError) as error:
         front.send(StageRefusal(str(error) or "out of memory"))
         return
     forget_headers()
-    front.send(Loaded(said))
-    serve_steps(front, runner, config.stages_timeout_s, runner.info.max_num_seqs)
+    front.send(Loaded(stages.said))
+    serve_steps(front, runner, stages)
 
 
 def judge_of(model: TextModel, shape: HeadShape) -> Judge:

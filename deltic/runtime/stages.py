@@ -14,27 +14,40 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import StepRunner
-from deltic.engine.mirror import Mirror, SentResult, SentStep, StepTeller
+from deltic.engine.mirror import (
+    Answer,
+    AskedAdapter,
+    DroppedAdapter,
+    Errand,
+    Mirror,
+    SentResult,
+    SentStep,
+    StepTeller,
+    Task,
+)
 from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
 from deltic.models.files import PACKED
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, all_stages, stage_of
 from deltic.models.qwen.weights import check_weights, empty_weights
 from deltic.ops.arrays import Array, raw
 from deltic.ops.formats import Quantised
+from deltic.runtime.adapters import Adapters
 from deltic.runtime.model import TextModel
 from deltic.runtime.wire import (
     GREETING_S,
@@ -60,6 +73,8 @@ WAIT_S = 600.0
 runs there may be left over from this server's last engine.
 """
 RETRY_S = 0.5
+ASIDE_S, IDLE_S = 0.005, 1.0
+"""Seconds after which a stage looks at what it does beside the steps, and at the stage behind."""
 
 LOCAL = (
     *("model", "revision", "download_dir", "tokenizer", "device", "dummy", "threads", "pin_threads", "memory_gb"),
@@ -72,12 +87,17 @@ ABSENT: dict[str, object] = {
     "expert-memory": None,
     "draft-model": None,
     "max-picture-tokens": 0,
-    "lora": (),
-    "allow-lora-loading": False,
     "cache-host-gb": 0.0,
     "cache-dir": None,
 }
 """Flags that a model on several machines does not honour yet, and what their settings are there."""
+
+
+class StagedRunner(StepRunner, Protocol):
+    """A runner of a stage's layers."""
+
+    @property
+    def adapters(self) -> Adapters | None: ...
 
 
 def check_settings(config: EngineConfig) -> EngineConfig:
@@ -185,9 +205,14 @@ class Stages:
         """front: of a stage; None: of the engine's own."""
         self._front, self._config = front, model.config
         self._model = model
+        self.said: list[tuple[str, str]] = []
+        """Names of what runs where, and its kernels, once all are ready."""
+        self.timeout_s = model.config.stages_timeout_s
         self.behind: PeerConnection | None = None
         self._told = StepTeller(0)
         self._is_stepping = False
+        self._asked: dict[int, Errand] = {}
+        self._n_asked = 0
 
     # At the start, in this order.
 
@@ -281,16 +306,51 @@ class Stages:
         assert self.behind is not None
         with self._losing():
             self.behind.send(Rows(rows.nbytes), raw(rows).data.cast("B"))
-            return wait_for_result(self.behind, self._config.stages_timeout_s)
+            return wait_for_result(self.behind, self.timeout_s, self._take)
 
     def end(self) -> None:
         """The step is over here."""
         self._is_stepping = False
 
     def check(self) -> None:
-        """Raises RunnerLostError where the next stage has gone."""
+        """Takes the answers that have come. Raises RunnerLostError where the next stage has gone."""
         if self.behind is not None and self.behind.is_gone():
             raise RunnerLostError(f"stage {self.behind.name} has gone")
+        self.hear()
+
+    # Beside the steps, as Machines.
+
+    def ask(self, task: Task) -> Errand:
+        """Asks all machines behind."""
+        self._n_asked += 1
+        task.number = self._n_asked
+        asked = self._asked[self._n_asked] = Errand(len(self._config.stages))
+        self.tell(task)
+        return asked
+
+    def tell(self, news: Task | DroppedAdapter) -> None:
+        if self.behind is not None:
+            with self._losing():
+                self.behind.send(news)
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        while self.behind is not None and _waiting([self.behind], timeout_s):
+            timeout_s = 0.0
+            with self._losing():
+                message = self.behind.receive()
+                if not isinstance(message, Answer):
+                    raise LostError(f"{self.behind.name} sent {message}, where an answer was due")
+                self._take(message)
+
+    def _take(self, answer: Answer) -> None:
+        """Takes an answer of a stage behind, which is for the engine."""
+        if self._front is not None:
+            self._front.send(answer)
+            return
+        asked = self._asked[answer.number]
+        asked.answers.append(answer)
+        if asked.is_done:
+            del self._asked[answer.number]
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -300,13 +360,15 @@ class Stages:
             raise RunnerLostError(f"a machine of this model is lost: {error}") from None
 
 
-def wait_for_result(connection: PeerConnection, timeout_s: float) -> StepResult:
-    """The result of a step, behind signs of life. Raises LostError where neither comes in time.
+def wait_for_result(connection: PeerConnection, timeout_s: float, take: Callable[[Answer], None]) -> StepResult:
+    """The result of a step, behind signs of life, and answers, which are given to `take`. Raises LostError
+    where nothing comes in time.
 
     The engine's thread may be here for long: that it is, is a sign of life of its own (host/process.py).
     """
-    while isinstance(message := connection.receive(timeout_s), Beat):
-        pass
+    while isinstance(message := connection.receive(timeout_s), Beat | Answer):
+        if isinstance(message, Answer):
+            take(message)
     if isinstance(message, StageRefusal):
         raise LostError(f"{connection.name} could not run a step ({message.why})")
     if not isinstance(message, SentResult):
@@ -328,12 +390,35 @@ def dial(address: str, secret: bytes) -> PeerConnection:
     return connection
 
 
-def serve_steps(front: PeerConnection, runner: StepRunner, timeout_s: float, n_batch_slots: int) -> None:
-    """Runs the steps that come from the front, until it closes: LostError. Raises RunnerLostError."""
-    mirror, running = Mirror(n_batch_slots), threading.Event()
-    threading.Thread(target=_beat, args=(front, running, timeout_s / 4), daemon=True).start()
+def _waiting(connections: list[PeerConnection], timeout_s: float) -> list[PeerConnection]:
+    """The connections on which something has come or that were closed, once there is one, or in time."""
+    poll = select.poll()
+    for one in connections:
+        poll.register(one.socket, select.POLLIN)
+    found = {number for number, _ in poll.poll(timeout_s * 1000)}
+    return [one for one in connections if one.socket.fileno() in found]
+
+
+def serve_steps(front: PeerConnection, runner: StagedRunner, stages: Stages) -> None:
+    """Runs the steps that come from the front, and does beside them what it asks for, until it closes:
+    LostError. Raises RunnerLostError.
+    """
+    mirror, running, adapters = Mirror(runner.info.max_num_seqs), threading.Event(), runner.adapters
+    threading.Thread(target=_beat, args=(front, running, stages.timeout_s / 4), daemon=True).start()
+    ends = [front] if stages.behind is None else [front, stages.behind]
     while True:
+        for done in [] if adapters is None else adapters.poll():
+            front.send(Answer(done.number, None if done.error is None else f"stage {front.own_name}: {done.error}"))
+        found = _waiting(ends, ASIDE_S if adapters is not None and adapters.is_waiting else IDLE_S)
+        stages.check()
+        if front not in found:
+            continue
         message = front.receive()
+        if isinstance(message, AskedAdapter | DroppedAdapter):
+            stages.tell(message)
+            assert adapters is not None
+            adapters.load(message) if isinstance(message, AskedAdapter) else adapters.drop_slot(message.adapter_slot)
+            continue
         if not isinstance(message, SentStep):
             raise LostError(f"{front.name} sent {message}, where a step was due")
         running.set()

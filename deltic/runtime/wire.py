@@ -22,7 +22,7 @@ import msgspec
 
 from deltic import __version__
 from deltic.config import ConfigError
-from deltic.engine.mirror import SentResult, SentStep
+from deltic.engine.mirror import Answer, AskedAdapter, DroppedAdapter, SentResult, SentStep
 from deltic.runtime.fingerprint import code_digest
 
 GREETING_S = 5.0
@@ -104,7 +104,8 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     """A sign of life while a step runs."""
 
 
-Message = Challenge | Proof | Join | Limits | StageLoading | Loaded | StageRefusal | SentStep | Rows | Beat | SentResult
+Start = Challenge | Proof | Join | Limits | StageLoading | Loaded | StageRefusal
+Message = Start | SentStep | Rows | Beat | SentResult | AskedAdapter | DroppedAdapter | Answer
 
 
 @cache

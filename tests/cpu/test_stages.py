@@ -125,12 +125,15 @@ def requests() -> list[Request]:
     return every
 
 
-def answers(runner: Any, rounds: int = 2) -> list[dict[tuple[str, int], list[Output]]]:
-    """What the requests are answered, all together; the second time from the prefix cache."""
+def answers(
+    runner: Any, rounds: int = 2, adapters: tuple[bytes, ...] = (b"",)
+) -> list[dict[tuple[str, int], list[Output]]]:
+    """What the requests are answered, all together; the second time from the prefix cache. They have these adapters in turn."""
     engine, found = Engine(runner), []
     for _ in range(rounds):
         outputs: dict[tuple[str, int], list[Output]] = {}
-        for request in requests():
+        for i, request in enumerate(requests()):
+            request.adapter = adapters[i % len(adapters)]
             engine.add(request)
         for n in itertools.count():
             if n in (6, 14, 30):
@@ -255,8 +258,6 @@ def test_layers_are_dealt_out_by_bytes() -> None:
     [
         {"cache_host_gb": 1.0},
         {"cache_dir": Path("/tmp")},
-        {"lora": ("a=/b",)},
-        {"allow_lora_loading": True},
         {"draft_model": "x"},
         {"max_picture_tokens": 64},
         {"expert_memory": 1.0},

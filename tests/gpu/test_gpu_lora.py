@@ -70,7 +70,7 @@ def load(
 ) -> Loaded:  # fmt: skip
     monkeypatch.setattr(store, "sizes", lambda shape: {name: Sized(n, k)})
     monkeypatch.setattr(store, "n_segments", lambda name: n_segments)
-    found = [Adapter(bytes(16), {name: of}, ()) for of in deltas]
+    found = [Adapter(bytes(16), {name: of}, (), rank) for of in deltas]
     n_bytes = sum(adapter_bytes(one) for one in found)
     buffers = AdapterBuffers(
         torch.full((n_bytes // 2,), torch.nan, dtype=torch.bfloat16, device=device),
@@ -210,7 +210,7 @@ def adapter_of(shape: ModelShape, seed: int) -> Adapter:
             deltas.append(terms(rng, of.k, int(rng.integers(1, 20)), first, n, scale, of.n_matrices))
             first += n
         found[name] = tuple(deltas)
-    return Adapter(bytes([seed] * 16), found, ())
+    return Adapter(bytes([seed] * 16), found, (), 20)
 
 
 @cache
@@ -357,7 +357,7 @@ def test_what_is_planned_and_refused() -> None:
 def test_modules_that_a_gpu_does_not_reach_are_refused_by_name(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded, and where a client loads an adapter: hyper-connections, the index and n-grams."""
     adapter = Adapter(
-        bytes(16), {}, (("linear_attn.in_proj_qkv", "layers.0.in_proj", 0, 8), (f"of.{part}", part, 0, 8))
+        bytes(16), {}, (("linear_attn.in_proj_qkv", "layers.0.in_proj", 0, 8), (f"of.{part}", part, 0, 8)), 8
     )
     with pytest.raises(CheckpointError, match=rf"^of\.{part}: hyper-connections.* --device cpu"):
         adapter_bytes(adapter)

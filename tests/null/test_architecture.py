@@ -274,6 +274,8 @@ OF_ONE = {
     "Drafting", "ServedModel", "Trace",
     # Numbers of a fixed kind: what is measured, and how long things take.
     "CacheStats", "EngineInfo", "Pace", "Stats", "StepCost", "Times", "_Known",
+    # Between machines: what they were asked for together.
+    "Errand", "Stages",
     # Made at the start.
     "_Generation", "_Start",
     "Accounts", "Arena", "ChatTemplate", "MeteredEnvironment", "Service", "StopSignals", "Tokenizer",

@@ -28,7 +28,7 @@ import numpy as np
 from deltic.models.fields import CheckpointError, read_json
 from deltic.models.loading import COUNTED, Declaration, Planned
 from deltic.models.mapped import Header, MappedFiles, read_header
-from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shape import ModelShape, all_stages
 from deltic.models.qwen.shard import Cuts, Runs
 from deltic.models.qwen.weights import declare_weights
 from deltic.ops.arrays import Array, bfloat16, raw
@@ -98,11 +98,20 @@ class Adapter:
     """Modules that the adapter changes, for people: name in the file, matrix, and rows there,
     [first, end).
     """
+    rank: int
+    """The largest."""
 
-    @property
-    def rank(self) -> int:
-        """The largest."""
-        return max(delta.rank for deltas in self.deltas.values() for delta in deltas)
+    def of_stage(self, shape: ModelShape) -> Adapter:
+        """The terms of a stage's layers, by their names there; of a whole model's shape all."""
+        found, end = {}, shape.first_layer + shape.n_layers
+        for name, deltas in self.deltas.items():
+            if name.startswith("layers."):
+                _, number, rest = name.split(".", 2)
+                if shape.first_layer <= int(number) < end:
+                    found[f"layers.{int(number) - shape.first_layer}.{rest}"] = deltas
+            elif shape.embeds if name == EMBEDDING else shape.draws:
+                found[name] = deltas
+        return replace(self, deltas=found)
 
     def of_part(self, cuts: Cuts) -> Adapter:
         """The terms that a part of a model that is cut has: rows of `up`, or columns of `down`."""
@@ -142,11 +151,11 @@ _BESIDE = ("visual.", "mtp.")
 
 def read_adapter(path: Path, shape: ModelShape) -> Adapter:
     """The adapter in a directory of PEFT's, or in one safetensors file with its configuration beside it or in
-    its metadata. Raises CheckpointError, of one line, for one that is damaged, of another kind or of another
-    model.
+    its metadata; shape: of a stage: the terms of its layers. Raises CheckpointError, of one line, for one
+    that is damaged, of another kind or of another model.
     """
     try:
-        return _read(path, shape)
+        return _read(path, all_stages(shape)).of_stage(shape)
     except (ArithmeticError, LookupError, TypeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}); {_ADVICE}") from error
 
@@ -205,7 +214,8 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
             if a.first + a.n_rows > b.first:
                 raise CheckpointError(f"{file}: {part}: two modules change the same rows")
     ordered = {part: tuple(found) for part, found in sorted(deltas.items())}
-    return Adapter(_key(ordered), ordered, tuple(covers))
+    rank = max(delta.rank for found in ordered.values() for delta in found)
+    return Adapter(_key(ordered), ordered, tuple(covers), rank)
 
 
 def listed(names: list[str]) -> str:

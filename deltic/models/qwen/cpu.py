@@ -264,7 +264,7 @@ class _Forward:
         inputs, n, a = self._step, self.inputs.n_tokens, self.model.linears.adapters
         if shape.embeds:
             embed(program, w.embed, inputs.token_ids, act.target, n, picture_rows)
-        if a is not None:
+        if a is not None and shape.embeds:
             lora_embed(program, inputs.token_ids, act.target, a.entries("embed"), a.rows, a.scratch)
         if act.streams is not None:
             spread(program, self._streams(), act.target)
