@@ -44,7 +44,7 @@ from deltic.server.api import (
     scores,
 )
 from deltic.server.api.completions import CompletionRequest, chat_completions, completions
-from deltic.server.api.decode import parse
+from deltic.server.api.decode import REFUSED, parse
 from deltic.server.api.embeddings import EmbeddingRequest, embeddings
 from deltic.server.api.infill import InfillRequest, infill
 from deltic.server.api.responses_protocol import ResponsesRequest
@@ -190,18 +190,9 @@ def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[R
 
 
 DECLINED = {
-    path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak. This server {why}."
-    for names, why in {
-        ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
-        ("images", "videos"): "makes no pictures",
-        ("moderations",): "has no categories of its own. Ask /v1/decisions about yours",
-        ("uploads", "vector_stores", "containers"): "keeps no such files. See /v1/files",
-        ("fine_tuning", "evals"): "runs no such jobs. See /v1/batches",
-        ("assistants", "threads", "conversations"): "keeps no threads. Use /v1/responses with previous_response_id",
-        tuple(f"/api/{name}" for name in ("push", "create", "copy", "blobs")): "serves what it was started with",
-        ("responses/compact",): "shortens no history. Send what is to be kept",
-    }.items()
-    for path in names
+    path: f"the models here write or speak. This server {why}."
+    for why, paths in REFUSED["endpoints"].items()
+    for path in paths
 }
 """Endpoints of OpenAI and Ollama that this server does not have, by path prefix."""
 

@@ -13,9 +13,9 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltic.server.isolated import ForkServer
+from deltic.server.isolated import ForkServer, Refused
 from deltic.server.speech import audio
-from deltic.server.speech.audio import Resampler, UnreadableAudio, decode_reference, encode, stretch, wav_header
+from deltic.server.speech.audio import Resampler, decode_reference, encode, stretch, wav_header
 from tests import videos
 from tests.decoders import DECODER
 
@@ -154,16 +154,14 @@ def test_recordings_that_are_refused() -> None:
         (b"\x1aE\xdf\xa3" + np.random.default_rng(0).bytes(5000), "cannot be decoded"),
         (videos.video(5), "has no sound"),
     ):
-        with pytest.raises(UnreadableAudio, match=said):
+        with pytest.raises(Refused, match=said):
             decoded(data)
 
 
 def test_recordings_of_phones_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audio, "find_spec", lambda _: None)
     for data in (b"\0\0\0\x18ftypM4A ", b"\x1aE\xdf\xa3", b"\xff\xf1"):
-        with pytest.raises(
-            UnreadableAudio, match=r"needs a library: pip install 'deltic\[video\]'\. Without it, send wav"
-        ):
+        with pytest.raises(Refused, match=r"needs a library: pip install 'deltic\[video\]'\. Without it, send wav"):
             audio._decode(data)
 
 
@@ -200,7 +198,7 @@ LONG = file_of(np.zeros((3_000_000, 8), np.float32), 96000, format="FLAC", subty
     ids=range(11),
 )
 def test_references_that_are_refused(data: bytes, said: str) -> None:
-    with pytest.raises(UnreadableAudio, match=said):
+    with pytest.raises(Refused, match=said):
         decoded(data)
 
 
@@ -224,7 +222,7 @@ def test_a_decoder_that_fails_takes_nobody_with_it(
     monkeypatch.setattr(audio, "PROGRAM", (DECODER, program))
     monkeypatch.setattr(audio, "DECODE_S", 0.5)
     before_s = time.monotonic()
-    with pytest.raises(UnreadableAudio, match=said):
+    with pytest.raises(Refused, match=said):
         decoded(file_of(tone(2), 24000))
     assert time.monotonic() - before_s < 5
 
@@ -238,5 +236,5 @@ def test_damaged_files_are_refused_or_decoded(seed: int) -> None:
         data[at] = rng.integers(256)
     try:
         assert np.isfinite(decoded(bytes(data))).all()
-    except UnreadableAudio as error:
+    except Refused as error:
         assert str(error)

@@ -29,9 +29,9 @@ from deltic.models.vision.pixels import Patches, PictureRules
 from deltic.models.vision.shape import BLOCK
 from deltic.server import isolated
 from deltic.server.chat import pictures
-from deltic.server.chat.pictures import PictureError, fitted, of_pixels, read_picture
+from deltic.server.chat.pictures import fitted, of_pixels, read_picture
 from deltic.server.errors import ApiError
-from deltic.server.isolated import ForkServer
+from deltic.server.isolated import ForkServer, Refused
 from tests.decoders import DECODER
 from tests.pictures import FORMS, doubtful, file_of, png, refused, rgb, scene, whole, zeros
 from tests.waiting import until
@@ -192,7 +192,7 @@ def test_published_sizes() -> None:
         try:
             expected = transformers.smart_resize(height, width, 32, *limits)
         except ValueError:
-            with pytest.raises(PictureError, match="200 times"):
+            with pytest.raises(Refused, match="200 times"):
                 fitted(height, width, rules.min_pixels, rules.max_pixels)
         else:
             assert fitted(height, width, rules.min_pixels, rules.max_pixels) == expected
@@ -230,7 +230,7 @@ def test_there_are_many_hostile_files() -> None:
 @pytest.mark.parametrize(("data", "said"), [each[1:] for each in HOSTILE], ids=[each[0] for each in HOSTILE])
 def test_hostile_files_are_refused(data: bytes, said: str) -> None:
     before_s = time.monotonic()
-    with pytest.raises(PictureError, match=said) as refusal:
+    with pytest.raises(Refused, match=said) as refusal:
         asyncio.run(read_picture(data, 65_536, 16_777_216))
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 300
     assert time.monotonic() - before_s < 15
@@ -240,7 +240,7 @@ def test_hostile_files_are_refused(data: bytes, said: str) -> None:
 def test_doubtful_files_are_refused_or_read(data: bytes) -> None:
     try:
         picture = asyncio.run(read_picture(data, SMALL.min_pixels, SMALL.max_pixels))
-    except PictureError as error:
+    except Refused as error:
         assert str(error)
     else:
         assert np.isfinite(Patches(pixels_of(picture)[None], SMALL)[:]).all()
@@ -267,7 +267,7 @@ def test_a_decoder_that_fails_takes_nobody_with_it(
     monkeypatch.setattr(pictures, "PROGRAM", (DECODER, program))
     monkeypatch.setattr(pictures, "DECODE_S", 0.5)
     before_s = time.monotonic()
-    with pytest.raises(PictureError, match=said):
+    with pytest.raises(Refused, match=said):
         asyncio.run(read_picture(whole()["png"], SMALL.min_pixels, SMALL.max_pixels))
     assert time.monotonic() - before_s < 5
 
@@ -292,7 +292,7 @@ def test_a_decoder_makes_way_if_it_takes_long_and_is_the_first_that_the_kernel_e
     nice = min(19, os.nice(0) + isolated.NICENESS)
     assert [int(one) for one in told.split()] == [0, nice, 1000], "nor does it count to wait for a processor"
     spin = code.replace("return f", "\n            while True: pass\n            return f").replace("_s=4", "_s=1")
-    with pytest.raises(isolated.Refused, match="within 20 s"):  # its own limit, of a processor's time, is lower
+    with pytest.raises(Refused, match="within 20 s"):  # its own limit, of a processor's time, is lower
         asyncio.run(isolated.ask((DECODER, spin), b"", 20, "died"))
 
 
@@ -504,7 +504,7 @@ def test_a_large_picture_is_in_memory_once() -> None:
 
 def test_a_decoders_words_are_not_repeated() -> None:
     """They may have addresses of this process in them."""
-    with pytest.raises(PictureError) as error, pictures.decoding():
+    with pytest.raises(Refused) as error, pictures.decoding():
         raise OSError("cannot identify <_io.BytesIO object at 0x7f3a5c0b1d50>")
     assert str(error.value) == "cannot be decoded. Is it whole?"
 

@@ -22,9 +22,10 @@ from deltic.engine.messages import VideoInfo
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.vision.pixels import PictureRules, VideoRules
 from deltic.server.chat import videos
-from deltic.server.chat.pictures import PictureError, of_pixels
+from deltic.server.chat.pictures import of_pixels
 from deltic.server.chat.template import VIDEO, ChatTemplate
 from deltic.server.chat.videos import Clip, VideoWish, fitted_frames, number_of_frames, read_video, times_of
+from deltic.server.isolated import Refused
 from deltic.text import Tokenizer
 from tests.fake_engine import PICTURE_TEMPLATE, byte_tokenizer
 from tests.pictures import file_of
@@ -103,7 +104,7 @@ def test_frames_become_smaller_and_not_fewer(n: int) -> None:
         height, width = fitted_frames(n, 1080, 1920, wish(frame_pixels=pixels, most_tokens=tokens))
         n_pairs = -(-n // 2)
         assert height * width <= pixels and n_pairs * (height * width // 1024 + videos.PAIR_TEXT_TOKENS) <= tokens
-    with pytest.raises(PictureError, match="too many for this model's context"):
+    with pytest.raises(Refused, match="too many for this model's context"):
         fitted_frames(n, 64, 64, wish(most_tokens=-(-n // 2) * videos.PAIR_TEXT_TOKENS))
 
 
@@ -171,7 +172,7 @@ def test_resized_pixels_are_close_to_the_published_processor() -> None:
     ],
 )
 def test_lists_that_are_refused(files: list[bytes], said: str) -> None:
-    with pytest.raises(PictureError, match=said):
+    with pytest.raises(Refused, match=said):
         asyncio.run(read_video(files, wish(listed_fps=2.0)))
 
 
@@ -286,14 +287,14 @@ def test_thousands_of_frames(av: Any) -> None:
     made_s, begun_s = time.monotonic() - begun_s, time.monotonic()
     clip = asyncio.run(read_video(data, wish()))
     assert len(clip.pairs) == 100 and time.monotonic() - begun_s < 30 + made_s
-    with pytest.raises(PictureError, match=r"has 3000 frames\. At most 768 can be taken"):
+    with pytest.raises(Refused, match=r"has 3000 frames\. At most 768 can be taken"):
         asyncio.run(read_video(data, wish(takes_all=True)))
 
 
 def test_hostile_files_are_refused(av: Any) -> None:
     for name, data, said in refused():
         begun_s = time.monotonic()
-        with pytest.raises(PictureError) as error:
+        with pytest.raises(Refused) as error:
             asyncio.run(read_video(data, wish()))
         assert said in str(error.value) and time.monotonic() - begun_s < 20, (name, str(error.value))
 
@@ -304,6 +305,6 @@ def test_doubtful_files_are_refused_or_read(av: Any) -> None:
         try:
             clip = asyncio.run(read_video(data, wish()))
             assert 1 <= len(clip.pairs) <= 15, name
-        except PictureError as error:
+        except Refused as error:
             assert "cannot be decoded. Send" not in str(error), (name, error)
         assert time.monotonic() - begun_s < 20, name

@@ -24,6 +24,11 @@ T = TypeVar("T")
 NEUTRAL: dict[str, list[object]] = tomllib.loads(Path(__file__).with_name("neutral.toml").read_text())
 """Fields that are known and not supported, and their values, besides null, that ask for nothing."""
 
+REFUSED: dict[str, JsonObject] = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
+"""Endpoints, and fields of other APIs than OpenAI's older ones, that are refused, and why."""
+
+UNSUPPORTED = "not supported by this server. Leave it out."
+
 
 class Fault(NamedTuple):
     """Fault that msgspec has found with a value."""
@@ -109,7 +114,7 @@ def _drop_unasked(value: JsonObject, kind: type[msgspec.Struct], note: Callable[
         if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
             if note is None and name in NEUTRAL:
                 place = f"{path}.{name}" if path else name
-                raise bad_request(place, "not supported by this server. Leave it out.", "unsupported_field")
+                raise bad_request(place, UNSUPPORTED, "unsupported_field")
             if note is None or name == kind.__struct_config__.tag_field:
                 continue
             note(name)
@@ -156,7 +161,7 @@ def _drop_nulls(value: object, steps: list[str], field: str) -> bool:
 _REFUSALS = {
     "unknown": (UNKNOWN_FIELD, "unknown_field"),
     "missing": ("is missing", "missing_field"),
-    "only_false": ("not supported by this server. Leave it out.", "unsupported_field"),
+    "only_false": (UNSUPPORTED, "unsupported_field"),
 }
 
 

@@ -16,34 +16,16 @@ from msgspec import Meta, Struct
 
 from deltic.json_types import JsonObject
 from deltic.server.api import protocol
+from deltic.server.api.decode import REFUSED, UNSUPPORTED
 from deltic.server.chat import messages
 from deltic.server.chat import request as chats
 from deltic.server.chat.picture_parts import Sent
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import bad_request
 from deltic.server.offered import duration
 from deltic.text import SamplingDefaults
 
 API_VERSION = "0.13.0"
 """The Ollama whose API this is: programs ask for a version, and some for a least one."""
-
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "typical_p": (1,),
-    "tfs_z": (1,),
-    "mirostat": (0,),
-    "penalize_newline": (True,),
-    "template": ("",),
-    "context": ([],),
-    "truncate": (False,),
-    "shift": (False,),
-}
-"""Values, besides null, with which a field that is not supported is accepted."""
-
-_WHY_NOT = {
-    "context": "ids of an earlier answer are not taken. Send the conversation to /api/chat, and leave it out.",
-    "template": "the model's own chat template is used. Leave it out, or render the prompt yourself and send raw: true.",
-    "truncate": "a prompt that is too long is refused, not shortened. Leave it out.",
-    "shift": "an answer ends where the context does. Leave it out.",
-}
 
 
 class Options(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +43,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: protocol.Penalty | None = None
     frequency_penalty: protocol.Penalty | None = None
     num_ctx: chats.Count | None = None
-    # Supported only with a value that asks for nothing: see NEUTRAL.
+    # Supported only with a value that asks for nothing: see refused.toml.
     typical_p: object = None
     tfs_z: object = None
     mirostat: object = None
@@ -190,12 +172,12 @@ class PullRequest(NamedRequest):
 
 def check(asked: AnswerRequest) -> None:
     """Raises ApiError (400) for a field that asks for something that is not supported."""
-    options = asked.options or Options()
+    options, neutral = asked.options or Options(), REFUSED["ollama_neutral"]
     for value, path in ((asked, ""), (options, "options.")):
         for field in value.__struct_fields__:
             given = getattr(value, field)
-            if given is not None and field in NEUTRAL and given not in NEUTRAL[field]:
-                raise _unsupported(path + field)
+            if given is not None and field in neutral and given != neutral[field]:
+                raise bad_request(path + field, REFUSED["ollama"].get(field, UNSUPPORTED), "unsupported_field")
     if (options.num_predict or 0) < -2:
         raise bad_request("options.num_predict", "expected a number of tokens, or -1 for any number")
     if is_empty(asked) and asked.keep_alive in NO_TIME:
@@ -215,11 +197,6 @@ def seconds_of(keep_alive: str | float) -> float:
         return duration(keep_alive)
     except ValueError as error:
         raise bad_request("keep_alive", str(error)) from None
-
-
-def _unsupported(path: str) -> ApiError:
-    why = _WHY_NOT.get(path.rpartition(".")[2], "not supported by this server. Leave it out.")
-    return bad_request(path, why, "unsupported_field")
 
 
 def is_empty(asked: AnswerRequest) -> bool:

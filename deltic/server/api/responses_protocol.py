@@ -154,25 +154,6 @@ class ResponsesRequest(protocol.ChatFields, kw_only=True):
     background_options: object = None
 
 
-_UNSUPPORTED = "not supported by this server. Leave it out."
-_IN_CHATS = "not available here. Use /v1/chat/completions."
-_REFUSED = {
-    "conversation": "conversations are not kept here. Send the items, or previous_response_id.",
-    "prompt": "prompt templates are not kept here. Send instructions and input.",
-    "image": "this server reads and writes text only",
-    "max_tokens": "is called max_output_tokens here",
-    "response_format": "is called text.format here",
-    "n_predict": "is called max_output_tokens here",
-    "prompt_logprobs": "not available here. Use /v1/completions.",
-    **dict.fromkeys(("context_management", "moderation", "access_programs", "background_options"), _UNSUPPORTED),
-    **dict.fromkeys(("request_id", "rid"), "a response's id is the server's, under which it is kept"),
-    **dict.fromkeys(
-        ("return_token_ids", "return_tokens_as_token_ids", "timings_per_token", "return_progress"), _IN_CHATS
-    ),
-}
-"""Fields of a chat, and of OpenAI's servers, and why they are refused unless they are null or false."""
-
-
 _HOSTED = re.compile(
     r"(web_search|web_search_preview|image_generation|file_search|code_interpreter|mcp)(_\d{4}_\d{2}_\d{2})?"
 )
@@ -208,7 +189,7 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
     for i, tool in enumerate(asked.tools or ()):
         if not skips_hosted and _HOSTED.fullmatch(str(tool.get("type"))):
             raise _unknown_tool(tool, f"tools[{i}]")
-    for field, why in _REFUSED.items():
+    for field, why in decode.REFUSED["responses"].items():
         if (value := getattr(asked, field)) is not None and value is not False:
             raise bad_request(field, why, "unsupported_field")
     if asked.n not in (None, 1):

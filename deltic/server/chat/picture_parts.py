@@ -24,9 +24,10 @@ from deltic.engine.turns import NamespaceShares
 from deltic.json_types import JsonObject
 from deltic.models.vision.shape import BLOCK
 from deltic.ops.geometry import TOKEN_BYTES
-from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, read_picture
+from deltic.server.chat.pictures import MAX_PICTURE_BYTES, read_picture
 from deltic.server.chat.videos import MAX_VIDEO_BYTES, Clip, VideoWish, needs_av, read_video
 from deltic.server.errors import ApiError, bad_request, waited_too_long
+from deltic.server.isolated import Refused
 from deltic.server.limits import Ticket
 from deltic.server.room import Held, Room
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
@@ -235,7 +236,7 @@ class PictureReader:
                     picture = self._kept.get(ticket.namespace, key) or await read_picture(data, least, most)
                 self._kept.put(ticket.namespace, key, picture)
             return picture
-        except (PictureError, UrlError) as error:
+        except (Refused, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_image") from None
 
     async def _read_video(self, sent: Sent, wish: VideoWish, ticket: Ticket) -> Clip:
@@ -244,7 +245,7 @@ class PictureReader:
         try:
             if sent.frames:
                 if len(sent.frames) > wish.info.max_frames:
-                    raise PictureError(f"has {len(sent.frames)} frames. A video may have {wish.info.max_frames}.")
+                    raise Refused(f"has {len(sent.frames)} frames. A video may have {wish.info.max_frames}.")
                 wish = replace(wish, listed_fps=sent.fps or wish.info.fps)
                 data: bytes | list[bytes] = await self._files(sent.frames)
             else:
@@ -253,7 +254,7 @@ class PictureReader:
             sent.frames.clear()
             with await self._decoding.take(ticket.turns, 1):
                 return await read_video(data, wish)
-        except (PictureError, UrlError) as error:
+        except (Refused, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_video") from None
 
     async def _files(self, frames: list[Sent]) -> list[bytes]:

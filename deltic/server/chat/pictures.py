@@ -51,19 +51,15 @@ DECODE_MEMORY = 3 << 30
 """Address space of the process that decodes: some copies of MAX_SOURCE_PIXELS, and the libraries."""
 
 
-class PictureError(Refused):
-    """A picture that cannot be used; the message says why, for whoever sent it."""
-
-
 def fitted(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Height and width of a picture once it is resized: whole blocks, about as long as wide as it was,
     between the least and most pixels, which rounding may miss. One that is very long and narrow can have
     more, since no side is shorter than a block.
 
-    Raises PictureError for one that is more than MAX_ASPECT times as long as wide.
+    Raises Refused for one that is more than MAX_ASPECT times as long as wide.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
-        raise PictureError(f"has {width} x {height} pixels. A side may be {MAX_ASPECT} times the other at most.")
+        raise Refused(f"has {width} x {height} pixels. A side may be {MAX_ASPECT} times the other at most.")
     return whole_blocks(height, width, min_pixels, max_pixels)
 
 
@@ -88,18 +84,15 @@ def whole_blocks(
 
 
 async def read_picture(data: bytes, min_pixels: int, max_pixels: int) -> Picture:
-    """The picture in a file of one of FORMATS. Raises PictureError, also for files that mean no good, and
+    """The picture in a file of one of FORMATS. Raises Refused, also for files that mean no good, and
     ApiError (503) where there is no memory.
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
     if len(data) > MAX_PICTURE_BYTES:
-        raise PictureError(_TOO_LARGE)
+        raise Refused(_TOO_LARGE)
     program = (*PROGRAM, str(min_pixels), str(max_pixels))
-    try:
-        made = await ask(program, data, DECODE_S, f"cannot be decoded. Send {READABLE}.")
-    except Refused as refused:
-        raise PictureError(str(refused)) from None
+    made = await ask(program, data, DECODE_S, f"cannot be decoded. Send {READABLE}.")
     height, width, key = HEAD.unpack_from(made)
     return _picture(key, made[HEAD.size :], height, width)
 
@@ -156,25 +149,25 @@ def _decode(data: bytes, min_pixels: int, max_pixels: int) -> Image.Image:
 
 @contextlib.contextmanager
 def decoding() -> Iterator[None]:
-    """Raises PictureError for whatever decoders raise. Their words may tell of this machine."""
+    """Raises Refused for whatever decoders raise. Their words may tell of this machine."""
     try:
         yield
-    except PictureError:
+    except Refused:
         raise
     except MemoryError:
-        raise PictureError("takes too much memory to decode") from None
+        raise Refused("takes too much memory to decode") from None
     except Exception:
-        raise PictureError("cannot be decoded. Is it whole?") from None
+        raise Refused("cannot be decoded. Is it whole?") from None
 
 
 def picture_in(data: bytes) -> Image.Image:
-    """The picture in a file, of its own size and mode, upright. Raises PictureError: the size in the header
+    """The picture in a file, of its own size and mode, upright. Raises Refused: the size in the header
     is checked before a pixel is decoded.
     """
     from PIL import Image, UnidentifiedImageError
 
     if len(data) > MAX_PICTURE_BYTES:
-        raise PictureError(_TOO_LARGE)
+        raise Refused(_TOO_LARGE)
     Image.MAX_IMAGE_PIXELS = None  # _refuse_sizes says more
     with decoding():
         try:
@@ -182,14 +175,14 @@ def picture_in(data: bytes) -> Image.Image:
                 _refuse_sizes(image)
                 image.load()
                 if image.mode in ("I", "F"):
-                    raise PictureError("has samples of 32 bits. Send one of 8 or 16 bits.")
+                    raise Refused("has samples of 32 bits. Send one of 8 or 16 bits.")
                 return _turned(image)
         except UnidentifiedImageError:
-            raise PictureError(f"is no picture that can be read here. Send {READABLE}.") from None
+            raise Refused(f"is no picture that can be read here. Send {READABLE}.") from None
 
 
 def resized(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Resizes an image of `picture_in`, in colours; it may change that image. Raises PictureError.
+    """Resizes an image of `picture_in`, in colours; it may change that image. Raises Refused.
 
     Colours are made a strip at a time, in place where there is room for them, and resized one by one.
     """
@@ -206,11 +199,11 @@ def resized(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def _refuse_sizes(image: Image.Image) -> None:
-    """Raises PictureError by the size that the header tells."""
+    """Raises Refused by the size that the header tells."""
     if image.width * image.height > MAX_SOURCE_PIXELS:
-        raise PictureError(f"has {image.width} x {image.height} pixels. At most {MAX_SOURCE_PIXELS} can be used.")
+        raise Refused(f"has {image.width} x {image.height} pixels. At most {MAX_SOURCE_PIXELS} can be used.")
     if not image.width or not image.height:
-        raise PictureError("has no pixels")
+        raise Refused("has no pixels")
     fitted(image.height, image.width, 1, MAX_SOURCE_PIXELS)  # the ratio of its sides
 
 

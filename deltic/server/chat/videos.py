@@ -26,7 +26,7 @@ import msgspec
 
 from deltic.engine.messages import Picture, VideoInfo
 from deltic.models.vision.shape import BLOCK, FRAMES_A_PATCH
-from deltic.server.chat.pictures import MAX_ASPECT, PictureError, decoding, of_pixels, picture_in, resized, whole_blocks
+from deltic.server.chat.pictures import MAX_ASPECT, decoding, of_pixels, picture_in, resized, whole_blocks
 from deltic.server.isolated import Refused, answer, ask
 
 if TYPE_CHECKING:
@@ -101,20 +101,16 @@ def needs_av() -> str | None:
 
 
 async def read_video(data: bytes | Sequence[bytes], wish: VideoWish) -> Clip:
-    """The video in a file, or of the files of a list (`listed_fps`). Raises PictureError, also for files that
+    """The video in a file, or of the files of a list (`listed_fps`). Raises Refused, also for files that
     mean no good.
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
     body = data if isinstance(data, bytes) else msgspec.msgpack.encode(data)
     if len(body) > MAX_VIDEO_BYTES:
-        raise PictureError(_TOO_LARGE)
+        raise Refused(_TOO_LARGE)
     program = (*PROGRAM, msgspec.json.encode(wish).decode())
-    try:
-        made = await ask(program, body, DECODE_S, f"cannot be decoded. Send {READABLE}.")
-    except Refused as refused:
-        raise PictureError(str(refused)) from None
-    return _clip(made)
+    return _clip(await ask(program, body, DECODE_S, f"cannot be decoded. Send {READABLE}."))
 
 
 def _clip(made: bytes) -> Clip:
@@ -133,10 +129,10 @@ _TOO_LARGE = f"is larger than {MAX_VIDEO_BYTES // 1_000_000} MB"
 
 
 def number_of_frames(n_frames: int, fps: float, wish: VideoWish) -> int:
-    """Number of frames that are taken of a file with n_frames of them, fps a second. Raises PictureError."""
+    """Number of frames that are taken of a file with n_frames of them, fps a second. Raises Refused."""
     info = wish.info
     if wish.takes_all and n_frames > info.max_frames:
-        raise PictureError(f"has {n_frames} frames. At most {info.max_frames} can be taken.")
+        raise Refused(f"has {n_frames} frames. At most {info.max_frames} can be taken.")
     if wish.takes_all or wish.num_frames is not None:
         return wish.num_frames or n_frames
     wanted = int(n_frames / fps * (wish.fps or info.fps))
@@ -153,14 +149,14 @@ def fitted_frames(n_frames: int, height: int, width: int, wish: VideoWish) -> tu
     """Height and width of frames once they are resized: whole blocks, with all of them between the model's
     least and most, and none above what the wish allows.
 
-    Raises PictureError for what no size fits.
+    Raises Refused for what no size fits.
     """
     n_frames = max(FRAMES_A_PATCH, n_frames)  # one alone stands twice
     n_pairs = -(-n_frames // FRAMES_A_PATCH)
     room = (wish.most_tokens - n_pairs * PAIR_TEXT_TOKENS) // n_pairs
     if room < 1:
         fewer = "Ask for fewer (mm_processor_kwargs.num_frames)."
-        raise PictureError(f"has {n_frames} frames, too many for this model's context. {fewer}")
+        raise Refused(f"has {n_frames} frames, too many for this model's context. {fewer}")
     info = wish.info
     most = info.max_pixels
     if info.is_capped:
@@ -173,13 +169,13 @@ def fitted_frames(n_frames: int, height: int, width: int, wish: VideoWish) -> tu
 
 
 def _resized(n_frames: int, counted: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-    """The published rule of videos. Raises PictureError."""
+    """The published rule of videos. Raises Refused."""
     if height < BLOCK or width < BLOCK:
         scale = max(BLOCK / height, BLOCK / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > MAX_ASPECT:
         ratio = f"A side may be {MAX_ASPECT} times the other at most."
-        raise PictureError(f"has frames of {width} x {height} pixels. {ratio}")
+        raise Refused(f"has frames of {width} x {height} pixels. {ratio}")
     return whole_blocks(height, width, least, most, n_frames, counted)
 
 
@@ -194,7 +190,7 @@ def main() -> int:
 
     def decode(data: bytes) -> bytes:
         if len(data) > MAX_VIDEO_BYTES:
-            raise PictureError(_TOO_LARGE)
+            raise Refused(_TOO_LARGE)
         if wish.listed_fps is not None:
             files = msgspec.msgpack.decode(data, type=list[bytes])
             frames, seconds = _listed(files, wish), times_of(range(len(files)), wish.listed_fps)
@@ -218,7 +214,7 @@ def _packed(frames: list[NDArray[np.uint8]], seconds: list[float]) -> bytes:
 
 
 def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
-    """Resized frames of a list of pictures, which must have one size. Raises PictureError."""
+    """Resized frames of a list of pictures, which must have one size. Raises Refused."""
     import numpy as np
 
     frames: list[NDArray[np.uint8]] = []
@@ -226,14 +222,14 @@ def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
     for i, data in enumerate(files):
         try:
             image = picture_in(data)
-        except PictureError as error:
-            raise PictureError(f"frame {i}: {error}") from None
+        except Refused as error:
+            raise Refused(f"frame {i}: {error}") from None
         if not frames:
             first = image.size
             size = fitted_frames(len(files), image.height, image.width, wish)
         if image.size != first:
             message = f"frame {i} has {image.width} x {image.height} pixels, and frame 0 {first[0]} x {first[1]}"
-            raise PictureError(f"{message}. They must have one size.")
+            raise Refused(f"{message}. They must have one size.")
         frames.append(np.asarray(resized(image, *size)))
     return frames
 
@@ -243,7 +239,7 @@ class _Missed(Exception):
 
 
 def _filed(data: bytes, wish: VideoWish) -> tuple[list[NDArray[np.uint8]], list[float]]:
-    """Resized frames of a file, and the times of their pairs. Raises PictureError."""
+    """Resized frames of a file, and the times of their pairs. Raises Refused."""
     import numpy as np
 
     form = _form_of(data)
@@ -260,28 +256,28 @@ def _filed(data: bytes, wish: VideoWish) -> tuple[list[NDArray[np.uint8]], list[
 
 
 def _form_of(data: bytes) -> str:
-    """The reader of a file, by its first bytes: no other is asked. Raises PictureError."""
+    """The reader of a file, by its first bytes: no other is asked. Raises Refused."""
     if data[:4] == b"\x1aE\xdf\xa3":
         return "matroska"
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"):
         return "mov"
-    raise PictureError(f"is no video that can be read here. Send {READABLE}.")
+    raise Refused(f"is no video that can be read here. Send {READABLE}.")
 
 
 def _stream(container: InputContainer) -> Any:
-    """The video of a container, not yet decoded. Raises PictureError for what shall not be."""
+    """The video of a container, not yet decoded. Raises Refused for what shall not be."""
     from av.stream import Disposition
 
     streams = [video for video in container.streams.video if not video.disposition & Disposition.attached_pic]
     if not streams:
-        raise PictureError("has no video, only other streams" if container.streams else "has no video")
+        raise Refused("has no video, only other streams" if container.streams else "has no video")
     stream = streams[0]
     context = stream.codec_context
     if context is None or context.name not in CODECS:
-        raise PictureError(f"is coded as {context.name if context else 'something unknown'}. Send {READABLE}.")
+        raise Refused(f"is coded as {context.name if context else 'something unknown'}. Send {READABLE}.")
     if context.width * context.height > MAX_FRAME_PIXELS:
         message = f"has frames of {context.width} x {context.height} pixels. At most {MAX_FRAME_PIXELS} can be used."
-        raise PictureError(message)
+        raise Refused(message)
     context.thread_count = 1
     context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
     return stream
@@ -289,7 +285,7 @@ def _stream(container: InputContainer) -> Any:
 
 def _packets(data: bytes, form: str) -> tuple[list[int], list[int], float]:
     """Times of all frames in the order in which they are seen, of those that need no other, and frames a
-    second. Raises PictureError.
+    second. Raises Refused.
     """
     import av
 
@@ -302,25 +298,25 @@ def _packets(data: bytes, form: str) -> tuple[list[int], list[int], float]:
                 continue
             time = packet.dts if packet.pts is None else packet.pts
             if time is None:
-                raise PictureError("has frames without a time")
+                raise Refused("has frames without a time")
             times.append(time)
             end = max(end, time + (packet.duration or 0))
             if packet.is_keyframe:
                 keys.append(time)
             if len(times) > MAX_FILE_FRAMES:
-                raise PictureError(f"has more than {MAX_FILE_FRAMES} frames")
+                raise Refused(f"has more than {MAX_FILE_FRAMES} frames")
     if not times or len(times) < n_declared - 1:
-        raise PictureError(f"has {len(times)} frames of the {n_declared} that it declares. Is it whole?")
+        raise Refused(f"has {len(times)} frames of the {n_declared} that it declares. Is it whole?")
     times.sort()
     seconds = float((end - times[0]) * Fraction(base))
     if seconds > MAX_FILE_S:
-        raise PictureError(f"lasts {seconds:.0f} s. At most {MAX_FILE_S} s can be used.")
+        raise Refused(f"lasts {seconds:.0f} s. At most {MAX_FILE_S} s can be used.")
     return times, sorted(keys), len(times) / seconds if seconds > 0 else float(average or UNKNOWN_FPS)
 
 
 def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: list[int]) -> list[NDArray[np.uint8]]:
     """Resized frames that are seen at some times, ascending. keys: where decoding may begin; without any it
-    begins once. Raises PictureError, _Missed.
+    begins once. Raises Refused, _Missed.
     """
     import av
     import numpy as np
@@ -346,13 +342,13 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
                 if frame.pts >= time:
                     break
             if last is None or last.pts < time:
-                raise PictureError(f"ends before its frame at {float(time * stream.time_base):.1f} s. Is it whole?")
+                raise Refused(f"ends before its frame at {float(time * stream.time_base):.1f} s. Is it whole?")
             turns = round((last.rotation or 0) / 90) % 4
             image = Image.fromarray(np.rot90(last.to_ndarray(format="rgb24"), turns))
             if not images:
                 first, size = image.size, fitted_frames(len(wanted), image.height, image.width, wish)
             if image.size != first:
-                raise PictureError("has frames of several sizes")
+                raise Refused("has frames of several sizes")
             images.append(np.asarray(resized(image, *size)))
     return images
 

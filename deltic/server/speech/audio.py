@@ -58,10 +58,6 @@ DECODE_MEMORY = 2 << 30
 """Address space of the process that decodes; numpy maps most of it without using it."""
 
 
-class UnreadableAudio(Refused):
-    """Reference audio that cannot be used; the message says why, for whoever sent it."""
-
-
 def wav_header(rate: int, n_bytes: int | None = None) -> bytes:
     """44 bytes before 16-bit mono samples; n_bytes None: a stream, whose sizes nobody knows yet."""
     size = 0xFFFFFFFF if n_bytes is None else n_bytes
@@ -228,14 +224,11 @@ def stretch(samples: NDArray[np.float32], speed: float) -> NDArray[np.float32]:
 async def decode_reference(data: bytes) -> bytes:
     """float32 mono samples at RATE, within [-1, 1], of a file in one of READABLE, or with one of CODECS.
 
-    Raises UnreadableAudio.
+    Raises Refused.
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
-    try:
-        return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded. Send {_SEND}.")
-    except Refused as refused:
-        raise UnreadableAudio(str(refused)) from None
+    return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded. Send {_SEND}.")
 
 
 def prepare() -> None:
@@ -255,16 +248,16 @@ def _decode(data: bytes) -> NDArray[np.float32]:
     import soxr
 
     if len(data) > MAX_REFERENCE_BYTES:
-        raise UnreadableAudio(f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
+        raise Refused(f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
     form = _container_of(data)
     with contextlib.closing(_in_container(data, form) if form else _in_sound_file(data)) as parts:
         rate, mono = _mono(parts)
     if len(mono) < MIN_REFERENCE_S * rate:
-        raise UnreadableAudio(f"is shorter than {MIN_REFERENCE_S:g} s")
+        raise Refused(f"is shorter than {MIN_REFERENCE_S:g} s")
     if not np.isfinite(mono).all():
-        raise UnreadableAudio("has samples that are not numbers")
+        raise Refused("has samples that are not numbers")
     if np.abs(mono).max() < SILENT_BELOW:
-        raise UnreadableAudio("is silent")
+        raise Refused("is silent")
     mono = np.clip(mono, -1.0, 1.0)
     if rate != RATE:
         mono = np.clip(soxr.resample(mono, rate, RATE, quality="HQ"), -1.0, 1.0)
@@ -281,16 +274,16 @@ def _container_of(data: bytes) -> str | None:
 
 
 def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
-    """Rate and samples, [n, channels], a block at a time. Raises UnreadableAudio."""
+    """Rate and samples, [n, channels], a block at a time. Raises Refused."""
     import soundfile
 
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError:
-        raise UnreadableAudio(f"is no audio file that can be read here. Send {_SEND}.") from None
+        raise Refused(f"is no audio file that can be read here. Send {_SEND}.") from None
     with file:
         if file.format not in READABLE:
-            raise UnreadableAudio(f"is {file.format.lower()}. Send {_SEND}.")
+            raise Refused(f"is {file.format.lower()}. Send {_SEND}.")
         yield file.samplerate, np.zeros((0, file.channels), np.float32)
         while len(part := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
             yield file.samplerate, part
@@ -299,15 +292,15 @@ def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
 def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.float32]]]:
     """Decodes what phones and browsers record (see `_in_sound_file`)."""
     if not find_spec("av"):
-        raise UnreadableAudio(f"needs a library: pip install 'deltic[video]'. Without it, send {_SOUND_FILES}.")
+        raise Refused(f"needs a library: pip install 'deltic[video]'. Without it, send {_SOUND_FILES}.")
     import av
 
     with av.open(io.BytesIO(data), "r", format=form) as container:
         if not (streams := container.streams.audio):
-            raise UnreadableAudio("has no sound")
+            raise Refused("has no sound")
         context = streams[0].codec_context
         if context is None or context.name not in CODECS:
-            raise UnreadableAudio(f"is coded as {context.name if context else 'something unknown'}. Send {_SEND}.")
+            raise Refused(f"is coded as {context.name if context else 'something unknown'}. Send {_SEND}.")
         context.thread_count = 1
         planes = av.AudioResampler(format="fltp")
         for frame in container.decode(streams[0]):
@@ -316,16 +309,16 @@ def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.flo
 
 
 def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArray[np.float32]]:
-    """The rate, and the mean of the channels. Reads no more than MAX_REFERENCE_S. Raises UnreadableAudio."""
+    """The rate, and the mean of the channels. Reads no more than MAX_REFERENCE_S. Raises Refused."""
     blocks: list[NDArray[np.float32]] = []
     n_read = rate = 0
     for rate, part in parts:
         if rate not in RATES:
-            raise UnreadableAudio(f"has {rate} samples a second. From {RATES.start} to {RATES.stop - 1} can be used.")
+            raise Refused(f"has {rate} samples a second. From {RATES.start} to {RATES.stop - 1} can be used.")
         if part.shape[1] > MAX_CHANNELS:
-            raise UnreadableAudio(f"has {part.shape[1]} channels. At most {MAX_CHANNELS} can be used.")
+            raise Refused(f"has {part.shape[1]} channels. At most {MAX_CHANNELS} can be used.")
         blocks.append(part.mean(axis=1, dtype=np.float32))
         n_read += len(part)
         if n_read > int(MAX_REFERENCE_S * rate):
-            raise UnreadableAudio(f"is longer than {MAX_REFERENCE_S:g} s")
+            raise Refused(f"is longer than {MAX_REFERENCE_S:g} s")
     return rate, np.concatenate(blocks) if blocks else np.zeros(0, np.float32)

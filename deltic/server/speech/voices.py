@@ -42,8 +42,9 @@ from deltic.server.api import decode
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
 from deltic.server.fair_thread import FairThread
+from deltic.server.isolated import Refused
 from deltic.server.limits import Account, asking
-from deltic.server.speech.audio import MAX_REFERENCE_BYTES, RATE, UnreadableAudio, decode_reference
+from deltic.server.speech.audio import MAX_REFERENCE_BYTES, RATE, decode_reference
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.protocol import TASKS, VoiceForm, voice_aliases
 from deltic.server.transport import read_body
@@ -339,7 +340,7 @@ class VoiceStore:
     async def _decode(self, data: bytes, param: str) -> bytes:
         try:
             return await decode_reference(data)
-        except UnreadableAudio as error:
+        except Refused as error:
             raise bad_request(param, str(error), "invalid_audio") from None
 
     async def _reference_bytes(self, reference: str) -> bytes:
