@@ -452,6 +452,7 @@ class FakeTiers:
         self.n_units = n_units
         self.can_save = self.takes_evicted = True
         self.units_per_state = UNITS_PER_STATE
+        self.largest = {Kind.PAGE: 1, Kind.STATE: UNITS_PER_STATE}
         self.files = disk if disk is not None else {}
         self.disk = self if disk is not None else None
         self.directory = self

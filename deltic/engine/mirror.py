@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -119,14 +119,37 @@ class DroppedAdapter(msgspec.Struct, tag="no adapter", frozen=True):
     adapter_slot: int
 
 
+class AskedTiers(msgspec.Struct, tag="tiers"):
+    """Asks for an Answer: a machine opens its tiers."""
+
+    content: str
+    """Names all that decides the bits of pages and states, on any machine; "": none has a disk."""
+    keys: bytes
+    """Keys of the objects on the engine's disk, 16 bytes each; files of others are of use to nobody."""
+    number: int = 0
+
+
+class AskedMoves(msgspec.Struct, tag="moves"):
+    """Asks for moves of the parts of pages and states that a machine has, and for an Answer unless number is
+    0: out and in at once, load, save, delete and clear behind the steps.
+    """
+
+    action: Literal["out", "in", "load", "save", "delete", "clear"]
+    moves: list[tuple[str, bytes, bytes, int, int, tuple[int, ...]]] = []
+    """Fields of each Move, from `kind` to `units`."""
+    number: int = 0
+
+
 class Answer(msgspec.Struct, tag="answer", frozen=True):
     """Tells how a Task went. error: why it could not be done; None: it was."""
 
     number: int
     error: str | None = None
+    failed: list[int] = []
+    """Numbers of the moves that failed."""
 
 
-Task = AskedAdapter
+Task = AskedAdapter | AskedTiers | AskedMoves
 
 
 class Errand:
@@ -150,10 +173,14 @@ class Machines(Protocol):
 
     def ask(self, task: Task) -> Errand: ...
 
-    def tell(self, news: DroppedAdapter) -> None: ...
+    def tell(self, news: DroppedAdapter | AskedMoves) -> None: ...
 
     def hear(self, timeout_s: float = 0.0) -> None:
         """Takes the answers that have come, or waits for the next so long."""
+
+    @property
+    def n_heard(self) -> int:
+        """Number of answers, and of signs that one will come."""
 
 
 class _ToldSequence(NamedTuple):

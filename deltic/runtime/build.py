@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,9 +17,11 @@ import msgspec
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
+from deltic.engine.cache.tree import Kind
 from deltic.engine.engine import StepRunner
 from deltic.engine.events import Needs
 from deltic.engine.messages import EngineInfo
+from deltic.engine.mirror import AskedTiers
 from deltic.engine.step import Progress, silent
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import ALL_FILES, locate, locate_speech, model_name, n_real_ids, resolve_model, speaks
@@ -45,15 +48,27 @@ from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
 from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, shared_sizes
 from deltic.runtime.pools import Judge, Pools
-from deltic.runtime.stages import LOCAL, Stages, check_settings, content_of, nth_stage, serve_steps, settings_of, within
+from deltic.runtime.stages import (
+    LOCAL,
+    Stages,
+    StageTasks,
+    check_settings,
+    content_of,
+    nth_stage,
+    serve_steps,
+    settings_of,
+    within,
+)
 from deltic.runtime.voices import open_voices
-from deltic.runtime.wire import GREETING_S, Join, Limits, Loaded, LostError, PeerConnection, StageRefusal
+from deltic.runtime.wire import GREETING_S, Join, Limits, Loaded, LostError, PeerConnection, ReadyStage, StageRefusal
 
 if TYPE_CHECKING:
     from deltic.runtime.gpu.compile import Kernels
     from deltic.runtime.gpu.device import Gpu
 
 
+END_S = 1.0
+"""Seconds for which a stage whose engine has gone writes to its --cache-dir."""
 NO_PACKAGES = "there is an NVIDIA GPU, and torch or Triton is missing: pip install 'deltic[gpu]' to use it"
 
 
@@ -66,6 +81,7 @@ class BuiltRunner(StepRunner, Protocol):
 class TextRunner(BuiltRunner, Protocol):
     """A runner of a language model."""
 
+    plan: TextPlan
     pools: Pools | None
     """The prompts whose hidden states are read; None: nobody reads any."""
 
@@ -339,8 +355,9 @@ def build_runner(
         runner, kind = _build_speech(model, device, free, start)
     elif model.config.stages:
         runner, kind, stages = _build_stage(model, device, start)
-        start.notices += [f"{what} ({kernels})" for what, kernels in stages.said]
-        kinds = dict.fromkeys(kernels for _, kernels in stages.said)
+        start.notices += [f"{each.what} ({each.kernels})" for each in stages.said]
+        start.notices += _share_tiers(runner, model, stages, progress)
+        kinds = dict.fromkeys(each.kernels for each in stages.said)
         if runner.adapters is not None:
             runner.adapters.machines = stages
         runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds))
@@ -400,7 +417,9 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
     if model.joint_head is not None and runner.pools is not None:
         runner.pools.judge = judge_of(model, model.joint_head)
     start.lap(device.made)
-    told = _open_tiers(runner, model, device.kernels(runner.info), plan, start)
+    told = []
+    if not model.config.stages:
+        told = _open_tiers(runner, model, _content(model, device.kernels(runner.info), start))
     kind, formats = precision(plan, first)
     start.notices = [*formats, *start.notices, *loaded, *model.notices, *said, *told]
     return runner, kind
@@ -413,7 +432,8 @@ def _build_stage(
     stages. front: of a stage that is not the engine's own. Raises ConfigError, RunnerLostError.
     """
     free, stages, shape = device.free_bytes(), Stages(model, front), model.shape
-    limits = stages.join(number, Limits(shared_sizes(make_plan(device.text, model, free))), start.progress)
+    plan = make_plan(device.text, model, free)
+    limits = stages.join(number, Limits(shared_sizes(plan), plan.n_host_units), start.progress)
     if front is not None:
         limits = front.agreed(limits)
     stages.load(limits)
@@ -421,7 +441,9 @@ def _build_stage(
     assert isinstance(runner, Runner)
     last, place = shape.first_layer + shape.n_layers - 1, "here" if front is None else f"on {front.own_name}"
     own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place}"
-    stages.said = stages.wait((own, runner.info.kernels), start.progress)
+    content, plan = _content(model, device.kernels(runner.info), start), runner.plan
+    ready = ReadyStage(own, runner.info.kernels, content, plan.page_bytes, plan.state_bytes)
+    stages.said = stages.wait(ready, start.progress)
     runner.neighbours = stages
     return runner, kind, stages
 
@@ -448,7 +470,12 @@ def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
         return
     forget_headers()
     front.send(Loaded(stages.said))
-    serve_steps(front, runner, stages)
+    beside = StageTasks(runner, partial(_open_tiers, runner, model), front.own_name)
+    try:
+        serve_steps(front, runner, stages, beside)
+    finally:
+        if runner.tiers is not None:
+            runner.tiers.close(END_S)
 
 
 def judge_of(model: TextModel, shape: HeadShape) -> Judge:
@@ -484,17 +511,52 @@ def _build_speech(model: SpeechModel, device: Cpu | Gpu, free_bytes: int, start:
     return runner, plan.quantize or "bf16"
 
 
-def _open_tiers(runner: TextRunner, model: TextModel, kernels: Path | str, plan: TextPlan, start: _Start) -> list[str]:
-    """Starts the tiers of a language model's prefix cache; gives their notices."""
+def _content(model: TextModel, kernels: Path | str, start: _Start) -> str:
+    """Names what decides the bits of what is kept on disk; "": nothing is."""
+    config, shape, on_bytes = model.config, model.shape, of_stage(start.progress, "cache")
+    if not config.prefix_cache or config.cache_dir is None:
+        return ""
+    if (drafter := model.drafter) is None:
+        return fingerprint(config, shape, model.directory, kernels, on_bytes)
+    # The drafter's keys are in the pages, too.
+    drafters = fingerprint(config, drafter.shape, drafter.directory, kernels, on_bytes)
+    return fingerprint(config, (shape, drafters), model.directory, kernels, on_bytes)
+
+
+def _share_tiers(runner: Runner, model: TextModel, stages: Stages, progress: Progress) -> list[str]:
+    """Starts the tiers of all machines of a model; gives the notices of this one's. Files are named after all
+    machines: what one has computed comes of what those in front of it did. Raises ConfigError.
+    """
+    ready, content, keys = stages.said, "", set[bytes]()
+    if lacking := [each.what for each in ready if not each.content]:
+        if len(lacking) < len(ready):
+            raise ConfigError(f"--cache-dir: {lacking[0]} without one; give one to all machines, or to none")
+    else:
+        content = blake2b("".join(each.content for each in ready).encode(), digest_size=16).hexdigest()
+    told = _open_tiers(runner, model, content)
+    if (tiers := runner.tiers) is not None and tiers.disk is not None:
+        keys = {entry.key for entry in tiers.disk.entries}
+    errand = stages.ask(AskedTiers(content, b"".join(keys)))
+    while not errand.is_done:
+        progress("cache", 0.0)
+        stages.hear(1.0)
+    if errand.error is not None:
+        raise ConfigError(errand.error)
+    if tiers is not None:
+        largest = {
+            Kind.PAGE: max(each.page_bytes for each in ready),
+            Kind.STATE: max(each.state_bytes for each in ready),
+        }
+        tiers.share(stages, largest, max(-(-each.state_bytes // each.page_bytes) for each in ready))
+    return told
+
+
+def _open_tiers(runner: TextRunner, model: TextModel, content: str) -> list[str]:
+    """Starts the tiers of a language model's prefix cache; gives their notices. content: of `_content`."""
     config = model.config
-    if config.prefix_cache and config.cache_dir is not None:
-        shape: object = model.shape
-        on_bytes = of_stage(start.progress, "cache")
-        if (drafter := model.drafter) is not None:  # its keys are in the pages, too
-            shape = shape, fingerprint(config, drafter.shape, drafter.directory, kernels, on_bytes)
-        content = fingerprint(config, shape, model.directory, kernels, on_bytes)
+    if content:
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), content)
-    elif plan.n_host_units:
+    elif runner.plan.n_host_units:
         runner.open_tiers(None, 0, "")
     tiers = runner.tiers
     if tiers is None:

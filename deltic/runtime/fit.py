@@ -44,7 +44,10 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
         plan = replace(plan, n_pages=n_pages)
     assert plan.n_pages >= pages_for(plan.max_model_len), "one sequence has fitted so far"
     free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
-    return replace(plan, host_bytes=kind.host_bytes(plan, config, max(0, free - _pinned_bytes(plan))))
+    n_bytes = kind.host_bytes(plan, config, max(0, free - _pinned_bytes(plan)))
+    if model.n_host_units is not None:
+        n_bytes = model.n_host_units * plan.host_page_bytes
+    return replace(plan, host_bytes=n_bytes)
 
 
 def refuse_little_memory(plan: Plan[S]) -> None:

@@ -94,6 +94,8 @@ class Model(Generic[S]):
     cuts: tuple[Cuts, ...] = ()
     """Parts of a model that is cut: each of several GPUs has one, or a run of them."""
     n_gpus: int = 1
+    n_host_units: int | None = None
+    """Units of the host's memory that all machines of the model have; None: as planned here."""
     notices: tuple[str, ...] = ()
     """Decisions that no setting names, for the log."""
     joint_head: HeadShape | None = None

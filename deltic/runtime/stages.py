@@ -29,10 +29,13 @@ import msgspec
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.cache.tiers import Move
+from deltic.engine.cache.tree import Kind
 from deltic.engine.engine import StepRunner
 from deltic.engine.mirror import (
     Answer,
-    AskedAdapter,
+    AskedMoves,
+    AskedTiers,
     DroppedAdapter,
     Errand,
     Mirror,
@@ -57,6 +60,7 @@ from deltic.runtime.wire import (
     Loaded,
     LostError,
     PeerConnection,
+    ReadyStage,
     Rows,
     StageLoading,
     StageRefusal,
@@ -78,7 +82,7 @@ ASIDE_S, IDLE_S = 0.005, 1.0
 
 LOCAL = (
     *("model", "revision", "download_dir", "tokenizer", "device", "dummy", "threads", "pin_threads", "memory_gb"),
-    *("stages_secret", "trace"),
+    *("stages_secret", "trace", "cache_dir"),
 )
 """Settings that each machine has of its own. All others are the engine's."""
 
@@ -87,8 +91,7 @@ ABSENT: dict[str, object] = {
     "expert-memory": None,
     "draft-model": None,
     "max-picture-tokens": 0,
-    "cache-host-gb": 0.0,
-    "cache-dir": None,
+    "allow-cache-transfer": False,
 }
 """Flags that a model on several machines does not honour yet, and what their settings are there."""
 
@@ -98,6 +101,76 @@ class StagedRunner(StepRunner, Protocol):
 
     @property
     def adapters(self) -> Adapters | None: ...
+
+
+class StageTasks:
+    """Tasks of a stage beside its steps: what moves between its tiers, and adapters."""
+
+    def __init__(self, runner: StagedRunner, open_tiers: Callable[[str], object], name: str) -> None:
+        """open_tiers: does so for what its files are named after; raises ConfigError. name: of this stage."""
+        self._runner, self._open_tiers, self._name = runner, open_tiers, name
+        self._tickets: dict[int, int] = {}  # the number of a task, by that of a ticket
+        self._answers: list[Answer] = []
+        self._n_moved = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if something is under way."""
+        adapters = self._runner.adapters
+        return bool(self._tickets or self._answers) or (adapters is not None and adapters.is_waiting)
+
+    def take(self, task: Task | DroppedAdapter) -> None:
+        """Does a task or begins to. Raises LostError for one that nobody has who keeps to the rules."""
+        adapters = self._runner.adapters
+        if isinstance(task, AskedTiers):
+            self._answers.append(Answer(task.number, self._opened(task)))
+        elif isinstance(task, AskedMoves):
+            self._move(task)
+        elif adapters is None:
+            raise LostError("an adapter was sent, and there is no room for any")
+        elif isinstance(task, DroppedAdapter):
+            adapters.drop_slot(task.adapter_slot)
+        else:
+            adapters.load(task)
+
+    def answers(self) -> Iterator[Answer | Beat]:
+        """Answers to tasks that are done by now."""
+        yield from self._answers
+        self._answers = []
+        for done in [] if self._runner.adapters is None else self._runner.adapters.poll():
+            yield Answer(done.number, None if done.error is None else f"stage {self._name}: {done.error}")
+        tiers = self._runner.tiers
+        if tiers is None or not self._tickets:
+            return
+        for ticket, moves in tiers.finished():
+            yield Answer(self._tickets.pop(ticket), failed=[i for i, move in enumerate(moves) if not move.ok])
+        if tiers.n_moved != self._n_moved:
+            self._n_moved = tiers.n_moved
+            yield Beat()
+
+    def _opened(self, task: AskedTiers) -> str | None:
+        """Opens the tiers; why that cannot be."""
+        try:
+            self._open_tiers(task.content)
+        except ConfigError as error:
+            return f"stage {self._name}: {error}"
+        if (tiers := self._runner.tiers) is not None and tiers.disk is not None:
+            tiers.disk.keep({task.keys[i : i + 16] for i in range(0, len(task.keys), 16)})
+        return None
+
+    def _move(self, task: AskedMoves) -> None:
+        tiers, moves = self._runner.tiers, [Move(Kind(kind), *rest) for kind, *rest in task.moves]
+        if tiers is None:
+            raise LostError("something was to be moved, and there are no tiers")
+        if task.action in ("load", "save"):
+            self._tickets[(tiers.load if task.action == "load" else tiers.save)(moves)] = task.number
+        elif task.action == "clear":
+            tiers.clear()
+        for move in moves if task.action in ("in", "out", "delete") else ():
+            if task.action == "delete":
+                tiers.delete(move.kind, move.key)
+            else:
+                (tiers.copy_in if task.action == "in" else tiers.copy_out)(move)
 
 
 def check_settings(config: EngineConfig) -> EngineConfig:
@@ -193,7 +266,8 @@ def content_of(model: TextModel) -> str:
 
 def within(model: TextModel, limits: Limits) -> TextModel:
     """The model with these sizes in its settings."""
-    return replace(model, config=replace(model.config, **limits.sizes))  # type: ignore[arg-type]
+    config = replace(model.config, **limits.sizes)  # type: ignore[arg-type]
+    return replace(model, config=config, n_host_units=limits.n_host_units)
 
 
 class Stages:
@@ -205,14 +279,14 @@ class Stages:
         """front: of a stage; None: of the engine's own."""
         self._front, self._config = front, model.config
         self._model = model
-        self.said: list[tuple[str, str]] = []
-        """Names of what runs where, and its kernels, once all are ready."""
+        self.said: list[ReadyStage] = []
+        """Machines from this one on, once all are ready."""
         self.timeout_s = model.config.stages_timeout_s
         self.behind: PeerConnection | None = None
         self._told = StepTeller(0)
         self._is_stepping = False
         self._asked: dict[int, Errand] = {}
-        self._n_asked = 0
+        self._n_asked = self.n_heard = 0
 
     # At the start, in this order.
 
@@ -266,9 +340,8 @@ class Stages:
             with self._losing():
                 self.behind.send(limits)
 
-    def wait(self, own: tuple[str, str], progress: Progress) -> list[tuple[str, str]]:
-        """Waits until all stages behind are ready. Returns what runs where, and its kernels; own: what runs
-        here.
+    def wait(self, own: ReadyStage, progress: Progress) -> list[ReadyStage]:
+        """Waits until all stages behind are ready. Returns them, this one first.
 
         Raises ConfigError for what one of them refuses, RunnerLostError.
         """
@@ -318,7 +391,7 @@ class Stages:
             raise RunnerLostError(f"stage {self.behind.name} has gone")
         self.hear()
 
-    # Beside the steps, as Machines.
+    # StageTasks the steps, as Machines.
 
     def ask(self, task: Task) -> Errand:
         """Asks all machines behind."""
@@ -329,6 +402,7 @@ class Stages:
         return asked
 
     def tell(self, news: Task | DroppedAdapter) -> None:
+        """Tells all machines behind."""
         if self.behind is not None:
             with self._losing():
                 self.behind.send(news)
@@ -338,14 +412,16 @@ class Stages:
             timeout_s = 0.0
             with self._losing():
                 message = self.behind.receive()
-                if not isinstance(message, Answer):
+                if not isinstance(message, Answer | Beat):
                     raise LostError(f"{self.behind.name} sent {message}, where an answer was due")
                 self._take(message)
 
-    def _take(self, answer: Answer) -> None:
-        """Takes an answer of a stage behind, which is for the engine."""
+    def _take(self, answer: Answer | Beat) -> None:
+        """Takes what a stage behind says of a task, which is for the engine."""
+        self.n_heard += 1
         if self._front is not None:
             self._front.send(answer)
+        if self._front is not None or isinstance(answer, Beat):
             return
         asked = self._asked[answer.number]
         asked.answers.append(answer)
@@ -399,29 +475,30 @@ def _waiting(connections: list[PeerConnection], timeout_s: float) -> list[PeerCo
     return [one for one in connections if one.socket.fileno() in found]
 
 
-def serve_steps(front: PeerConnection, runner: StagedRunner, stages: Stages) -> None:
+def serve_steps(front: PeerConnection, runner: StagedRunner, stages: Stages, beside: StageTasks) -> None:
     """Runs the steps that come from the front, and does beside them what it asks for, until it closes:
     LostError. Raises RunnerLostError.
     """
-    mirror, running, adapters = Mirror(runner.info.max_num_seqs), threading.Event(), runner.adapters
+    mirror, running = Mirror(runner.info.max_num_seqs), threading.Event()
     threading.Thread(target=_beat, args=(front, running, stages.timeout_s / 4), daemon=True).start()
     ends = [front] if stages.behind is None else [front, stages.behind]
     while True:
-        for done in [] if adapters is None else adapters.poll():
-            front.send(Answer(done.number, None if done.error is None else f"stage {front.own_name}: {done.error}"))
-        found = _waiting(ends, ASIDE_S if adapters is not None and adapters.is_waiting else IDLE_S)
+        for answer in beside.answers():
+            front.send(answer)
+        found = _waiting(ends, ASIDE_S if beside.is_waiting else IDLE_S)
         stages.check()
         if front not in found:
             continue
         message = front.receive()
-        if isinstance(message, AskedAdapter | DroppedAdapter):
+        if isinstance(message, Task | DroppedAdapter):
             stages.tell(message)
-            assert adapters is not None
-            adapters.load(message) if isinstance(message, AskedAdapter) else adapters.drop_slot(message.adapter_slot)
+            beside.take(message)
             continue
         if not isinstance(message, SentStep):
             raise LostError(f"{front.name} sent {message}, where a step was due")
         running.set()
+        if runner.tiers is not None:
+            runner.tiers.follow()
         result = runner.step(mirror.step(message))
         running.clear()
         front.send(SentResult.of(result))

@@ -22,7 +22,7 @@ import msgspec
 
 from deltic import __version__
 from deltic.config import ConfigError
-from deltic.engine.mirror import Answer, AskedAdapter, DroppedAdapter, SentResult, SentStep
+from deltic.engine.mirror import Answer, DroppedAdapter, SentResult, SentStep, Task
 from deltic.runtime.fingerprint import code_digest
 
 GREETING_S = 5.0
@@ -59,9 +59,11 @@ class Limits(msgspec.Struct, tag="limits", frozen=True):
 
     sizes: dict[str, int]
     """Sizes by the names of their settings (`plan.shared_sizes`)."""
+    n_host_units: int
 
     def least(self, other: Limits) -> Limits:
-        return Limits({name: min(size, other.sizes[name]) for name, size in self.sizes.items()})
+        sizes = {name: min(size, other.sizes[name]) for name, size in self.sizes.items()}
+        return Limits(sizes, min(self.n_host_units, other.n_host_units))
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
@@ -81,10 +83,21 @@ class StageLoading(msgspec.Struct, tag="loading", frozen=True):
     done: float
 
 
-class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """A stage is ready, and those behind it. said: what runs where, and of each its kernels."""
+class ReadyStage(msgspec.Struct, frozen=True):
+    """Machine that is ready: what runs where, with which kernels."""
 
-    said: list[tuple[str, str]]
+    what: str
+    kernels: str
+    content: str
+    """Name of what decides the bits of its part of a page and a state; "": it has no --cache-dir."""
+    page_bytes: int
+    state_bytes: int
+
+
+class Loaded(msgspec.Struct, tag="loaded", frozen=True):
+    """A stage is ready, and those behind it."""
+
+    said: list[ReadyStage]
 
 
 class StageRefusal(msgspec.Struct, tag="refused", frozen=True):
@@ -105,7 +118,7 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 
 
 Start = Challenge | Proof | Join | Limits | StageLoading | Loaded | StageRefusal
-Message = Start | SentStep | Rows | Beat | SentResult | AskedAdapter | DroppedAdapter | Answer
+Message = Start | SentStep | Rows | Beat | SentResult | Task | DroppedAdapter | Answer
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from deltic.commands import stage as stage_command
 from deltic.commands.plan import report
@@ -256,8 +257,7 @@ def test_layers_are_dealt_out_by_bytes() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cache_host_gb": 1.0},
-        {"cache_dir": Path("/tmp")},
+        {"cache_dir": Path("/tmp"), "allow_cache_transfer": True},
         {"draft_model": "x"},
         {"max_picture_tokens": 64},
         {"expert_memory": 1.0},
@@ -265,7 +265,7 @@ def test_layers_are_dealt_out_by_bytes() -> None:
     ],
 )
 def test_what_several_machines_do_not_have(settings: dict[str, Any]) -> None:
-    flag = next(iter(settings)).replace("_", "-")
+    flag = list(settings)[-1].replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{flag}: a model on several machines"):
         settle_text(EngineConfig(stages=("127.0.0.1:1",), **settings), Cpu())
 
@@ -477,7 +477,9 @@ def test_a_stage_outlives_strangers_and_has_one_engine(monkeypatch: pytest.Monke
         config = EngineConfig(model=checkpoint, stages=(stage.address,), **SETTINGS)
         wait = Stages.wait
         with monkeypatch.context() as patch:
-            patch.setattr(Stages, "wait", lambda *given: [("layers", "abacus"), *wait(*given)[1:]])
+            patch.setattr(
+                Stages, "wait", lambda self, own, progress: wait(self, structs.replace(own, kernels="abacus"), progress)
+            )
             first = built(config)
         assert any("answers have the bits of no single one" in notice for notice in first.info.notices)
         assert first.info.kernels.startswith("abacus and ")  # fingerprints of answers tell

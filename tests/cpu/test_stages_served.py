@@ -145,7 +145,11 @@ def test_who_is_not_let_in(tmp_path: Path) -> None:
         assert "another model" in refusal(
             str(tiny_checkpoint("dense", n_layers=8)), *flags, "--stages-secret", str(secret)
         )
-        assert "has none yet" in refusal(*flags, "--cache-dir", str(tmp_path))
+        assert "has none yet" in refusal(*flags, "--weights-cache", str(tmp_path))
+        flags = (*flags, "--stages-secret", str(secret))
+        assert "without one; give one to all machines, or to none" in refusal(
+            *flags, "--cache-dir", str(tmp_path / "c")
+        )
     finally:
         stage.close()
 

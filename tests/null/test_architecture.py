@@ -275,7 +275,7 @@ OF_ONE = {
     # Numbers of a fixed kind: what is measured, and how long things take.
     "CacheStats", "EngineInfo", "Pace", "Stats", "StepCost", "Times", "_Known",
     # Between machines: what they were asked for together.
-    "Errand", "Stages",
+    "Answer", "AskedMoves", "Errand", "Stages", "StageTasks",
     # Made at the start.
     "_Generation", "_Start",
     "Accounts", "Arena", "ChatTemplate", "MeteredEnvironment", "Service", "StopSignals", "Tokenizer",

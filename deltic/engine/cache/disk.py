@@ -179,6 +179,19 @@ class Disk:
         """The engine's thread is there and evicts; called before every step."""
         self._followed_s = time.monotonic()
 
+    def pause(self) -> None:
+        """Saves nothing for a while: another machine's disk has refused its share."""
+        self._paused_until = time.monotonic() + PAUSE_S
+
+    def keep(self, keys: set[bytes]) -> None:
+        """Removes the objects that were there at the start and have none of these keys, unless others may
+        want them.
+        """
+        for entry in self.entries if self.directory.may_delete and not self.has_foreign else ():
+            if entry.key not in keys:
+                self.delete(entry.kind, entry.key)
+        self.entries = []
+
     def resume(self) -> None:
         """Room was made: saving goes on."""
         self.is_full, self._paused_until = False, 0.0

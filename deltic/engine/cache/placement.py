@@ -125,8 +125,7 @@ class Placement:
         """Dropped with all beyond them, as soon as nothing of that is moved."""
         self.saves = NoSaves(tree)
         if tiers.disk is not None and info.prefix_cache:
-            n_bytes = {Kind.PAGE: info.page_bytes, Kind.STATE: info.state_bytes}
-            self.saves = Saves(tree, tiers, tiers.disk, n_bytes, self._forget_if_gone)
+            self.saves = Saves(tree, tiers, tiers.disk, tiers.largest, self._forget_if_gone)
         self.shared, self._to_save = self.saves.shared, self.saves.queue
         self._tiers: tuple[Tier[Any], ...] = (self.device, self.host.tier, self.saves.tier)
 

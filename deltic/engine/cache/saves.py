@@ -460,7 +460,7 @@ class Saves(NoSaves):
         self.queue.clear()
         self.shared.clear()
         wait()
-        self._disk.clear()
+        self._tiers.clear()
         self.shared.clear()  # what was found while it waited
 
     def summary(self) -> dict[str, object]:

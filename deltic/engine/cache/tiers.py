@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from deltic.engine.cache.directory import Object
 from deltic.engine.cache.disk import Disk, Search, Survey
 from deltic.engine.cache.tree import HOST, Kind, Node
 from deltic.engine.messages import EngineInfo
+from deltic.engine.mirror import AskedMoves, Errand, Machines
 from deltic.machine import be_nice
 
 log = logging.getLogger("deltic.engine")
@@ -34,6 +35,9 @@ log = logging.getLogger("deltic.engine")
 Bytes = npt.NDArray[np.uint8]
 
 Job = Callable[[], None]
+
+LOOK_S = 0.002
+"""Seconds after which one who waits for other machines looks at this one's tickets."""
 
 MOVER = "cache-mover"
 """Name of the thread that does what may wait."""
@@ -61,14 +65,26 @@ class Move(Object):
         units, device = kind.of(node)[HOST] or (), -1 if device is None else device
         return cls(kind, node.key, node.parent.key, node.depth, device, units)
 
+    @property
+    def sent(self) -> tuple[str, bytes, bytes, int, int, tuple[int, ...]]:
+        """Fields for another machine."""
+        return self.kind, self.key, self.parent, self.depth, self.device, self.units
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class MoveTicket:
     """Moves that were asked for together."""
 
     number: int
     moves: list[Move]
     is_load: bool
+    errand: Errand | None = None
+    """The same of other machines."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if nobody is at work any more."""
+        return self.errand is None or self.errand.is_done
 
 
 class Mover:
@@ -215,6 +231,10 @@ class Tiers:
         self._host = host
         page_bytes = sum(view.nbytes for view in page(0))
         self._n_bytes = {Kind.PAGE: page_bytes, Kind.STATE: state_bytes}
+        self.machines: Machines | None = None
+        """Machines with further layers of the model, each of which has its part of a page and of a state."""
+        self.largest = self._n_bytes
+        """Bytes of a page and a state on the machine that has most of them: what the disk's budget counts."""
         self.n_units = 0 if host is None else host.shape[0]
         self.units_per_state = -(-state_bytes // page_bytes)
         self.disk_bytes = disk_bytes
@@ -248,7 +268,7 @@ class Tiers:
     @property
     def n_moved(self) -> int:
         """Number of moves that the mover has done, well or not: it stands still where the disk hangs."""
-        return self.mover.n_moved
+        return self.mover.n_moved + (0 if self.machines is None else self.machines.n_heard)
 
     @property
     def may_have_foreign(self) -> bool:
@@ -266,6 +286,7 @@ class Tiers:
     def copy_out(self, move: Move) -> None:
         """Copies an object from device memory to host units."""
         _copy(self._fetched(move, self._mark()), self._units(move))
+        self._tell("out", move)
         self.written_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
 
@@ -273,8 +294,13 @@ class Tiers:
         """Copies an object from host units to device memory."""
         _copy(self._units(move), self._device[move.kind](move.device))
         self._store(move, self._mark())
+        self._tell("in", move)
         self.read_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
+
+    def _tell(self, action: Literal["out", "in", "delete", "clear"], *moves: Move) -> None:
+        if self.machines is not None:
+            self.machines.tell(AskedMoves(action, [move.sent for move in moves]))
 
     def _mark(self) -> object:
         return self._copies.mark() if self._copies else None
@@ -310,6 +336,10 @@ class Tiers:
         """
         return self._ask(self._load, moves, is_load=True)
 
+    def share(self, machines: Machines, largest: dict[Kind, int], units_per_state: int) -> None:
+        """Has other machines do the same from now on. largest: as the attribute."""
+        self.machines, self.largest, self.units_per_state = machines, largest, units_per_state
+
     def save(self, moves: list[Move]) -> int:
         """Has objects written to disk, from device memory or else from their units. Returns the ticket, as
         `load`.
@@ -321,15 +351,18 @@ class Tiers:
         # steps that follow.
         mark = self._mark()
         jobs = [functools.partial(action, move, mark) for move in moves]
-        end = self._ticket(moves, is_load)
+        errand = None
+        if self.machines is not None:
+            errand = self.machines.ask(AskedMoves("load" if is_load else "save", [move.sent for move in moves]))
+        end = self._ticket(moves, is_load, errand)
         self.mover.put([*jobs, end], before_saves=is_load)
         return self._n_tickets
 
-    def _ticket(self, moves: list[Move], is_load: bool) -> Job:
+    def _ticket(self, moves: list[Move], is_load: bool, errand: Errand | None = None) -> Job:
         """The job that says that all before it were done."""
         self._n_tickets += 1
         self.n_pending += 1
-        return functools.partial(self.mover.done.append, MoveTicket(self._n_tickets, moves, is_load))
+        return functools.partial(self.mover.done.append, MoveTicket(self._n_tickets, moves, is_load, errand))
 
     def search(self, search: Search) -> int:
         """Has files of other servers looked for, before all else. Returns the ticket, as `load`."""
@@ -341,13 +374,15 @@ class Tiers:
     def finished(self) -> list[tuple[int, list[Move]]]:
         """Tickets that were completed, each once."""
         done = self.mover.done
-        if not done:
-            return []
+        if self.machines is not None:
+            self.machines.hear()
         tickets = []
-        while done:
-            ticket = done.popleft()
+        for ticket in [ticket for ticket in done.copy() if ticket.is_done]:
+            done.remove(ticket)
             self.n_pending -= 1
             tickets.append((ticket.number, ticket.moves))
+            if ticket.errand is not None:
+                self._join(ticket, ticket.errand)
             for move in ticket.moves:  # counted here, where no other thread counts
                 if move.ok and ticket.is_load:
                     self.read_bytes["host" if move.units else "disk"] += self._n_bytes[move.kind]
@@ -355,14 +390,42 @@ class Tiers:
                     self.written_bytes["disk"] += self._n_bytes[move.kind]
         return tickets
 
+    def _join(self, ticket: MoveTicket, errand: Errand) -> None:
+        """Has moves fail that have failed on any machine: who loses its share of an object loses it for all,
+        so that no file is left which would be tried again and again.
+        """
+        failed = {i for answer in errand.answers for i in answer.failed}
+        for move in (move for i, move in enumerate(ticket.moves) if i in failed or not move.ok):
+            if not ticket.is_load:
+                self.delete(move.kind, move.key)
+            elif move.ok:
+                move.is_bad = not move.units
+            move.ok = False
+        if failed and not ticket.is_load and self.disk is not None:
+            self.disk.pause()
+
     def wait(self, timeout_s: float) -> None:
         """Waits until a ticket is complete or the time is over. Returns at once if none is under way."""
-        self.mover.wait(lambda: self.mover.done or not self.n_pending, timeout_s)
+        if self.machines is None:
+            self.mover.wait(lambda: self.mover.done or not self.n_pending, timeout_s)
+            return
+        until_s = time.monotonic() + timeout_s
+        while self.n_pending and not any(ticket.is_done for ticket in self.mover.done.copy()):
+            if (left_s := until_s - time.monotonic()) <= 0:
+                return
+            self.machines.hear(min(left_s, LOOK_S))
 
     def delete(self, kind: Kind, key: bytes) -> None:
         """Removes a file, after the saves that were asked for before. One that is missing is fine."""
         if self.disk is not None:
             self.mover.put([functools.partial(self.disk.delete, kind, key)])
+            self._tell("delete", Move(kind, key))
+
+    def clear(self) -> None:
+        """Removes every file of this model, before it returns. Nothing may be moved meanwhile."""
+        if self.disk is not None:
+            self.disk.clear()
+            self._tell("clear")
 
     def survey(self) -> None:
         """Has the directory looked through, behind what was asked for before: `Disk.surveyed` then says what
