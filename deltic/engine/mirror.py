@@ -246,7 +246,8 @@ def _batch_slot(sequence: Sequence) -> int:
 def _bare(request: Request) -> Request:
     """A request without what only the engine reads."""
     params = msgspec.structs.replace(request.params, constraint=None)
-    return msgspec.structs.replace(request, prompt_ids=[], params=params, boundaries=[], labels={})
+    pictures = [msgspec.structs.replace(picture, pixels=b"") for picture in request.pictures]
+    return msgspec.structs.replace(request, prompt_ids=[], params=params, pictures=pictures, boundaries=[], labels={})
 
 
 def _sent(chunk: Chunk) -> SentChunk:

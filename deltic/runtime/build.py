@@ -204,7 +204,7 @@ def settle_text(
         config, quantize=quantize, quantize_rest=rest, max_drafts=max_drafts, kv_cache_dtype=kv_cache_dtype
     )
     device.check(config, directory)
-    tower, no_pictures = find_tower(config, directory, shape, device.text)
+    tower, no_pictures = (None, "") if stage else find_tower(config, directory, shape, device.text)
     n_real, shape = n_real_ids(config, directory, shape), nth_stage(shape, directory, config, stage)
     are_dealt = are_experts_dealt(config, shape, device.n_cuts)
     largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None, are_dealt=are_dealt)
@@ -228,6 +228,7 @@ def settle_text(
         embedder=embedder,
         joint_head=joint_head,
         no_pictures=no_pictures,
+        is_behind_tower=stage > 0 and shape.mrope_section is not None,
     )
 
 

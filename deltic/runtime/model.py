@@ -88,6 +88,8 @@ class Model(Generic[S]):
     """Ids that can be drawn."""
     tower: VisionShape | None = None
     """The vision tower that is run; None: prompts have no pictures."""
+    is_behind_tower: bool = False
+    """True of further layers than those of the machine that may have one: they need the positions alone."""
     drafter: FoundDrafter | None = None
     """The block drafter that guesses tokens; None: there is none."""
     adapters: AdapterRoom = NO_ADAPTERS

@@ -205,7 +205,7 @@ class Plan(Generic[S]):
         """
         index = getattr(self.shape, "index", None)  # a speech model has no such field
         before = 0 if index is None else self.max_num_seqs * (index.ratio - 1)
-        return 2 * (self.n_batch_tokens + before) if self.tower else 0
+        return 2 * (self.n_batch_tokens + before) if self.max_picture_tokens else 0
 
     @property
     def n_picture_pages(self) -> int:
@@ -499,7 +499,7 @@ def asked_plan(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
         tower_bytes=0 if tower is None else empty_vision(tower, kind.counted).n_bytes,
         drafter=drafter,
         drafter_bytes=0 if drafter is None else drafter_bytes(drafter, config.rounded, kind.counted),
-        max_picture_tokens=0 if tower is None else kind.picture_tokens(config),
+        max_picture_tokens=kind.picture_tokens(config) if tower is not None or model.is_behind_tower else 0,
         n_real=model.n_real,
         max_model_len=length,
         max_num_seqs=config.max_num_seqs or kind.num_seqs,

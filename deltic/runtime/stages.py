@@ -90,7 +90,6 @@ ABSENT: dict[str, object] = {
     "weights-cache": None,
     "expert-memory": None,
     "draft-model": None,
-    "max-picture-tokens": 0,
     "allow-cache-transfer": False,
 }
 """Flags that a model on several machines does not honour yet, and what their settings are there."""
@@ -299,6 +298,8 @@ class Stages:
             return own
         address, content = self._config.stages[number], content_of(self._model)
         defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in LOCAL}
+        if self._front is None and self._model.tower is None:
+            defaults["max_picture_tokens"] = 0  # of a stage its front has said so
         shared = replace(self._config, **defaults)  # type: ignore[arg-type]
         config = msgspec.json.encode(shared, enc_hook=str)
         begun, told = time.monotonic(), time.monotonic() + 2

@@ -259,7 +259,6 @@ def test_layers_are_dealt_out_by_bytes() -> None:
     [
         {"cache_dir": Path("/tmp"), "allow_cache_transfer": True},
         {"draft_model": "x"},
-        {"max_picture_tokens": 64},
         {"expert_memory": 1.0},
         {"weights_cache": Path("/tmp")},
     ],

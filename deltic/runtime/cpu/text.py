@@ -150,6 +150,7 @@ class Runner:
         self.pictures: PictureTower | None = None
         if vision is not None and rows is not None and self.workspace.vision is not None:
             self.pictures = PictureTower(plan, *vision, self.workspace.vision, rows)
+        if plan.n_made_angles:
             batch.angles = self.model.angles(0)
             if self.draft_head is not None:
                 self.draft_head.angles = self.model.angles(plan.n_made_angles // 2)
