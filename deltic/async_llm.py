@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -75,18 +76,11 @@ class AsyncLLM:
 
     async def start(self) -> AsyncLLM:
         """Loads the model, beside the event loop, and returns this. Raises what making an LLM raises."""
-        loop, ready = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def tell(error: BaseException | None) -> None:
-            if not ready.done():
-                ready.set_exception(error) if error is not None else ready.set_result(None)
-
-        def told(error: BaseException | None) -> None:
-            loop.call_soon_threadsafe(tell, error)
-
-        self._thread = threading.Thread(target=self._serve, args=(told,), name="deltic", daemon=True)
+        ready = Future[None]()
+        ready.set_running_or_notify_cancel()  # whoever waits may leave
+        self._thread = threading.Thread(target=self._serve, args=(ready,), name="deltic", daemon=True)
         self._thread.start()
-        await ready
+        await asyncio.wrap_future(ready)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -167,13 +161,13 @@ class AsyncLLM:
 
     # In the thread.
 
-    def _serve(self, tell: Callable[[BaseException | None], object]) -> None:
+    def _serve(self, ready: Future[None]) -> None:
         try:
             llm = self._llm = self._make()
         except BaseException as error:
-            tell(error)
+            ready.set_exception(error)
             return
-        tell(None)
+        ready.set_result(None)
         failure = EngineStopped("this AsyncLLM was closed. Make a new one.")
         try:
             while self._obey(llm):

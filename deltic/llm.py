@@ -16,6 +16,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -208,10 +209,8 @@ class LLM:
         if self.info.embedder is None:
             raise ValueError("this model writes and makes no embeddings: its checkpoint has no modules.json")
         given = [texts] if isinstance(texts, str) else [text if isinstance(text, str) else [*text] for text in texts]
-        try:
+        with _checked():
             requests = vector_requests(self.tokenizer, self.info, given, dimensions, prompt_name)
-        except ApiError as error:
-            raise ValueError(error.message) from None
         params = AnswerParams(**msgspec.structs.asdict(requests[0].params)) if requests else AnswerParams()
         answers = [
             a for at, own in enumerate(requests) for a in self._answers(at, own.prompt_ids, params, lambda: None)
@@ -252,10 +251,8 @@ class LLM:
         request = self._request(options)
         for name in options:
             raise ValueError(f"{name}: has no meaning for scores")
-        try:
+        with _checked():
             scores = QuestionScores(asked, self.info, "")
-        except ApiError as error:
-            raise ValueError(error.message) from None
         answers: list[OpenCompletion] = []
         for at, sent in enumerate(scores.requests):
             params = AnswerParams(max_tokens=0, temperature=0.0, n=sent.params.n)
@@ -301,10 +298,8 @@ class LLM:
         answers: list[OpenCompletion] = []
         for at, own in enumerate(each):
             if form_fields(own):
-                try:
+                with _checked():
                     own = msgspec.structs.replace(own, constraint=_in_own_thread(partial(constraint, own)))
-                except ApiError as error:
-                    raise ValueError(error.message) from None
             answers += self._answers(at, ids[at], own, lambda: None)
         return PreparedCall(answers, [request] * len(ids))
 
@@ -335,12 +330,10 @@ class LLM:
             # Through JSON, so that nothing gets to the template that the server would not let through.
             files: list[bytes] = []
             body = asked | form_fields(own) | {"messages": sendable(conversation, files)}
-            try:
+            with _checked():
                 chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
                 prompt = render(template, chat, pictures=self._pictures(chat, files))
                 constraint = _in_own_thread(partial(self._constraint, chat, prompt.thinking))
-            except ApiError as error:
-                raise ValueError(error.message) from None
             if constraint is not None:
                 own = msgspec.structs.replace(own, constraint=constraint)
             exact = own.constraint is not None and bool(own.constraint.grammar)
@@ -535,6 +528,15 @@ def decided(questions: Sequence[DecisionQuestion], scores: Sequence[Continuation
 def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Takes those of these names out of options."""
     return {name: options.pop(name) for name in names if name in options}
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """Raises ValueError for what a server would refuse."""
+    try:
+        yield
+    except ApiError as error:
+        raise ValueError(error.message) from None
 
 
 def _in_own_thread(work: Callable[[], T]) -> T:

@@ -588,3 +588,8 @@ def _generation_config(source: str, directory: Path) -> Path | None:
     if not path.exists():
         raise ConfigError(f"--generation-config {source}: there is no file {path}. Give auto, none, or a path.")
     return path
+
+
+def n_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """The number of items, as ids or characters, with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

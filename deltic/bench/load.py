@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from deltic.bench.provenance import fault_of
 from deltic.commands.endpoint import DONE, Endpoint, EndpointError, error_message
@@ -273,12 +273,7 @@ def sides_of(size: str) -> tuple[int, int]:
 
 def percentile(values: Sequence[float], q: float) -> float | None:
     """The q-th percentile, 0 to 100, linear between ranks; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * q / 100
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low + (high - low) * (at - math.floor(at))
+    return float(np.percentile(values, q)) if values else None
 
 
 def _spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:

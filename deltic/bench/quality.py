@@ -57,7 +57,7 @@ from deltic.ops.matrix import Matrix
 from deltic.runtime.build import build_runner, gpu_device
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
-from deltic.text import Tokenizer
+from deltic.text import Tokenizer, n_alike
 
 if TYPE_CHECKING:
     from deltic.runtime.gpu.device import Gpu
@@ -243,10 +243,7 @@ def compare_in_turn(
 
 def same_answers(answers: list[list[int]], known: list[list[int]]) -> float:
     """The share of the reference's tokens before the answers part."""
-    n_same = 0
-    for ids, expected in zip(answers, known, strict=True):
-        parts = (i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b)
-        n_same += next(parts, min(len(ids), len(expected)))
+    n_same = sum(map(n_alike, answers, known))
     return n_same / max(1, sum(map(len, known)))
 
 

@@ -23,39 +23,9 @@ import msgspec
 import zmq
 
 from deltic.config import EngineConfig
-from deltic.engine.events import (
-    AdapterLoaded,
-    CacheLocated,
-    CacheReport,
-    EngineReply,
-    Event,
-    Loading,
-    Pong,
-    Ready,
-    StartFailed,
-    Stats,
-    StepOutputs,
-    VoiceEncoded,
-    metrics_of,
-)
-from deltic.engine.messages import (
-    Abort,
-    AddText,
-    Command,
-    DropAdapter,
-    DropVoice,
-    EncodeVoice,
-    EngineInfo,
-    FinishReason,
-    InspectCache,
-    LoadAdapter,
-    LocateCache,
-    Output,
-    Ping,
-    Question,
-    Request,
-    Shutdown,
-)
+from deltic.engine import events, messages
+from deltic.engine.events import Event, Loading, Stats, metrics_of
+from deltic.engine.messages import EngineInfo, FinishReason, Output, Request
 from deltic.engine.turns import share_of
 from deltic.host.launch import ModelLaunch
 from deltic.logs import counted
@@ -85,7 +55,7 @@ class QueueFull(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-A = TypeVar("A", bound=EngineReply)
+A = TypeVar("A", bound=events.EngineReply)
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -253,16 +223,16 @@ class EngineClient:
     ) -> None:
         """Sends more of the text of a request whose `Speech.is_open`. One that has ended is left alone."""
         if request_id in self._streams:
-            self._send(AddText(request_id, text_ids, is_last, max_tokens))
+            self._send(messages.AddText(request_id, text_ids, is_last, max_tokens))
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> None:
         """Ends a request, or one of its sequences, within a step; its last outputs are delivered. if_waiting:
         unless it ever had a batch slot.
         """
         if request_id in self._streams:
-            self._send(Abort(request_id, index, if_waiting))
+            self._send(messages.Abort(request_id, index, if_waiting))
 
-    def _ask(self, command: Question, kind: type[A]) -> Awaitable[A]:
+    def _ask(self, command: messages.Question, kind: type[A]) -> Awaitable[A]:
         """Sends a question, to which the answer is a `kind`.
 
         Raises EngineUnavailable when there is no engine to ask, or, awaited, when it ends before it answers.
@@ -275,45 +245,45 @@ class EngineClient:
         self._asked[command.number] = answer
         return answer
 
-    async def inspect_cache(self, reset: bool = False) -> CacheReport:
+    async def inspect_cache(self, reset: bool = False) -> events.CacheReport:
         """The contents of the engine's prefix cache. reset: empty it first. It answers between two steps.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        return await self._ask(InspectCache(reset), CacheReport)
+        return await self._ask(messages.InspectCache(reset), events.CacheReport)
 
-    async def locate_cache(self, request: Request) -> CacheLocated:
+    async def locate_cache(self, request: Request) -> events.CacheLocated:
         """Has what the prefix cache holds of a prompt written to disk, and says in which files it is.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        return await self._ask(LocateCache(request), CacheLocated)
+        return await self._ask(messages.LocateCache(request), events.CacheLocated)
 
-    async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
+    async def encode_voice(self, command: messages.EncodeVoice) -> events.VoiceEncoded:
         """Has a voice encoded; the answer's error says why there is none. Beside the steps it takes seconds.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        return await self._ask(command, VoiceEncoded)
+        return await self._ask(command, events.VoiceEncoded)
 
     def drop_voice(self, key: str) -> None:
         """Has the engine forget a voice, on disk as well; one that loads, as soon as it is ready."""
         if self.state == "ready":
-            self._send(DropVoice(key))
+            self._send(messages.DropVoice(key))
         else:
             self._drops.add(key)
 
-    async def load_adapter(self, path: str) -> AdapterLoaded:
+    async def load_adapter(self, path: str) -> events.AdapterLoaded:
         """Has an adapter loaded; the answer's error says why there is none. It takes seconds, beside steps.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        return await self._ask(LoadAdapter(path), AdapterLoaded)
+        return await self._ask(messages.LoadAdapter(path), events.AdapterLoaded)
 
     def drop_adapter(self, key: bytes) -> None:
         """Has the engine forget an adapter, once. One that is gone has forgotten all."""
         if self.state == "ready":
-            self._send(DropAdapter(key))
+            self._send(messages.DropAdapter(key))
 
     def why_unavailable(self) -> str:
         """Reason why `submit` refuses requests at the moment, for whoever sent one."""
@@ -389,11 +359,11 @@ class EngineClient:
         self.is_stuck = False
         if not self._is_pinged:
             self._is_pinged = True
-            self._send(Ping())
+            self._send(messages.Ping())
 
     def send_shutdown(self) -> None:
         """Tells the process, with all its engines, to stop."""
-        self._send(Shutdown())
+        self._send(messages.Shutdown())
 
     def set_state(self, state: State) -> None:
         """Notes what there is of an engine. unloaded: it was stopped, and only counters are kept of it."""
@@ -406,7 +376,7 @@ class EngineClient:
 
     # Messages.
 
-    def _send(self, command: Command | Question) -> None:
+    def _send(self, command: messages.Command | messages.Question) -> None:
         if self._commands is not None:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
@@ -433,10 +403,10 @@ class EngineClient:
 
     def _take(self, event: Event, fed: list[RequestStream]) -> None:
         """fed: gets the streams that have something to deliver now."""
-        if not isinstance(event, StepOutputs | Pong):
+        if not isinstance(event, events.StepOutputs | events.Pong):
             self.n_signs += 1
         match event:
-            case StepOutputs():
+            case events.StepOutputs():
                 self.n_signs += bool(event.outputs) or event.stats.n_steps != self._last_n_steps
                 self._last_n_steps = event.stats.n_steps
                 self._count(event.stats)
@@ -449,19 +419,19 @@ class EngineClient:
                         fed.append(stream)
                     if stream.push(output):
                         self._note_ended(stream, 1)
-            case Pong():
+            case events.Pong():
                 self._is_pinged, self.is_stuck = False, event.is_stuck
                 self.n_signs += not event.is_stuck
-            case EngineReply():
+            case events.EngineReply():
                 # No future: `stop` has answered for the engine. It is done: who asked has left.
                 answer = self._asked.pop(event.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
             case Loading():
                 self.loading = event
-            case StartFailed():
+            case events.StartFailed():
                 self.refusal = event.message
-            case Ready():
+            case events.Ready():
                 self._begin(event.info)
             case _:
                 assert_never(event)
@@ -477,7 +447,7 @@ class EngineClient:
         if self.on_ready is not None:
             self.on_ready(info)
         while self._drops:
-            self._send(DropVoice(self._drops.pop()))
+            self._send(messages.DropVoice(self._drops.pop()))
         if self.n_restarts:
             log.info("%s is ready again", self.name)
 

@@ -28,26 +28,13 @@ import zmq
 
 from deltic import logs
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine import messages
 from deltic.engine.cache.events import CacheEvents
 from deltic.engine.checks import RequestError
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
 from deltic.engine.events import CacheReport, Event, Loading, Needs, Pong, Ready, StartFailed, StepOutputs
 from deltic.engine.guides import Vocabulary
-from deltic.engine.messages import (
-    Abort,
-    AddText,
-    Command,
-    DropAdapter,
-    DropVoice,
-    EncodeVoice,
-    InspectCache,
-    LoadAdapter,
-    LocateCache,
-    Output,
-    Ping,
-    Request,
-    Shutdown,
-)
+from deltic.engine.messages import Output, Request
 from deltic.engine.step import RunnerLostError
 from deltic.engine.trace import Trace
 from deltic.host.kv_events import EventPublisher
@@ -96,7 +83,7 @@ class ServedModel:
         self.commands.bind(launch.commands)
         self._events.connect(launch.events)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._decoder: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
         self._outputs: list[Output] = []  # that commands gave, until the step
         self._is_checked, self._checked_s = True, 0.0
         self._n_moved = 0  # at the last Ping
@@ -165,30 +152,30 @@ class ServedModel:
                         engine.add(command)
                     except RequestError as error:
                         outputs += _refusals(message, str(error))
-                case Abort():
+                case messages.Abort():
                     outputs += engine.abort(command.id, command.index, command.if_waiting)
-                case AddText():
+                case messages.AddText():
                     outputs += engine.add_text(command)
-                case InspectCache():
+                case messages.InspectCache():
                     if command.reset:
                         engine.reset_cache()
                     self.send(StepOutputs([], engine.stats()))
                     self.send(CacheReport(engine.cache_summary(), number=command.number))
-                case LocateCache():
+                case messages.LocateCache():
                     self._answer(engine.locate_cache(command))
-                case EncodeVoice():
+                case messages.EncodeVoice():
                     self._answer(engine.encode_voice(command))
-                case LoadAdapter():
+                case messages.LoadAdapter():
                     self._answer(engine.load_adapter(command))
-                case DropAdapter():
+                case messages.DropAdapter():
                     if engine.adapters is not None:
                         engine.adapters.drop(command.key)
-                case DropVoice():
+                case messages.DropVoice():
                     if engine.voices is not None:
                         engine.voices.drop(command.key)
-                case Ping():
+                case messages.Ping():
                     self._pong()
-                case Shutdown():
+                case messages.Shutdown():
                     return False
                 case _:
                     assert_never(command)

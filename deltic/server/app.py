@@ -30,6 +30,7 @@ from starlette.websockets import WebSocket
 
 from deltic import __version__
 from deltic.json_types import JsonObject
+from deltic.server import transport
 from deltic.server.access import Access
 from deltic.server.api import (
     anthropic,
@@ -62,16 +63,7 @@ from deltic.server.pdf import pdf_text
 from deltic.server.service import Server, Service
 from deltic.server.speech import routes as speech
 from deltic.server.speech.socket import PATH, converse
-from deltic.server.transport import (
-    BODY,
-    SERVER_SEND,
-    SESSION_HEADERS,
-    error_response,
-    forget_frames,
-    json_response,
-    own_path,
-    read_body,
-)
+from deltic.server.transport import error_response, json_response
 from deltic.text import UnreadableText
 
 log = logging.getLogger("deltic.server")
@@ -115,7 +107,7 @@ def create_app(server: Server) -> Starlette:
                 return await route.endpoint(service, request)
 
             on_demand, is_ollama = server.on_demand, route.path in OLLAMA_PATHS
-            if on_demand is not None and is_ollama and ollama.asks_to_unload(request.scope[BODY]):
+            if on_demand is not None and is_ollama and ollama.asks_to_unload(request.scope[transport.BODY]):
                 return await route.endpoint(server.first(route.kind), request)
             has_events = route.generates and route.kind == "text" and asked.stream is True and not is_ollama
             if on_demand is None or not has_events:
@@ -154,7 +146,7 @@ class Application(Starlette):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SERVER_SEND] = send
+        scope[transport.SERVER_SEND] = send
         root = self.state.server.config.root_path
         if "path" in scope:
             # A proxy may have taken the prefix away, or not; here it is there.
@@ -181,7 +173,7 @@ def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[R
         except ApiError as error:
             return error_response(error, request.scope)
         except UnreadableText as error:
-            forget_frames(error)
+            transport.forget_frames(error)
             return error_response(bad_request(None, str(error)), request.scope)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
@@ -200,7 +192,7 @@ DECLINED = {
 async def _framework_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the form of all other errors."""
     assert isinstance(error, HTTPException)
-    path, status, headers = own_path(request.scope), error.status_code, dict(error.headers or {})
+    path, status, headers = transport.own_path(request.scope), error.status_code, dict(error.headers or {})
     where = f"{request.method} {path}"
     message = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(status, error.detail)
     declined = next((why for start, why in DECLINED.items() if path.startswith(start)), None)
@@ -309,7 +301,7 @@ class Envelope:
             log.exception("%r %s", scope["path"], request_id)
             status = 500
         finally:
-            route = PATH if own_path(scope) == PATH else "other"
+            route = PATH if transport.own_path(scope) == PATH else "other"
             self._server.metrics.responses[route, status] += 1
             log_request("WEBSOCKET", route, status, ticket, "-")
 
@@ -321,7 +313,7 @@ def _labels(scope: Scope) -> dict[str, str]:
     headers = dict(reversed(scope["headers"]))  # the first of a name
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     labels = {"request_id": given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)}
-    session = next((headers[name] for name in SESSION_HEADERS if name in headers), b"").decode("latin-1")
+    session = next((headers[name] for name in transport.SESSION_HEADERS if name in headers), b"").decode("latin-1")
     if REQUEST_ID.fullmatch(session):
         labels["session"] = session
     if trace := TRACE_PARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1")):
@@ -367,7 +359,7 @@ async def inspect_cache(service: Service, request: Request) -> ASGIApp:
 
 async def reset_cache(service: Service, request: Request) -> ASGIApp:
     """POST /cache/reset: empties the prefix cache; what it holds then."""
-    if body := await read_body(request, service.server.max_body_mb):
+    if body := await transport.read_body(request, service.server.max_body_mb):
         parse(body, protocol.EmptyRequest)
     return json_response(await service.inspect_cache(reset=True))
 

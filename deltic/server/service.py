@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,15 +22,16 @@ from starlette.types import Receive
 
 from deltic import __version__
 from deltic.config import DECIDE_BITS, ServerConfig
-from deltic.engine.messages import EngineInfo
-from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.engine.messages import EngineInfo, Request
+from deltic.host.client import EngineClient
 from deltic.json_types import JsonObject
 from deltic.server.adapters import ServedAdapter, ServedAdapters
 from deltic.server.api.responses_items import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
+from deltic.server.chat.answer import WayOut
 from deltic.server.chat.constraint import Constrainer
-from deltic.server.chat.generation import queue_full, unavailable
+from deltic.server.chat.generation import Generation, refusals, unavailable
 from deltic.server.chat.picture_parts import PictureReader
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
@@ -427,15 +428,11 @@ class Service:
             self.check_writes()
         if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
-        try:
+        with refusals():
             info = self.client.check_room(1, asking().turns)
             if self.adapter is not None:
                 self.adapter.current_key()
             return info
-        except EngineUnavailable as error:
-            raise unavailable(str(error)) from None
-        except QueueFull as error:
-            raise queue_full(error) from None
 
     def rendering(self) -> EngineInfo:
         """The engine's info, for a prompt that is made and goes nowhere: no engine has to run. Raises
@@ -473,6 +470,12 @@ class Service:
     def _other_kind(self, what: str) -> ApiError:
         return ApiError(404, f"{self.model_name!r} {what}", param="model", code="unsupported_model")
 
+    def generation(
+        self, requests: list[Request], choices: Sequence[WayOut], ticket: Ticket, at_once: int | None = None
+    ) -> Generation:
+        """The engine's side of an answer, with the adapter that is applied; see `Generation`."""
+        return Generation(self.client, self.metrics, requests, choices, ticket, self.adapter, at_once)
+
     async def inspect_cache(self, reset: bool) -> JsonObject:
         """The engine's report on its prefix cache. reset: empty it first.
 
@@ -482,10 +485,9 @@ class Service:
         if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
-            async with asyncio.timeout(CACHE_ANSWER_S):
-                return (await self.client.inspect_cache(reset)).summary
-        except EngineUnavailable as error:
-            raise unavailable(str(error)) from None
+            with refusals():
+                async with asyncio.timeout(CACHE_ANSWER_S):
+                    return (await self.client.inspect_cache(reset)).summary
         except TimeoutError:
             raise ApiError(
                 504,

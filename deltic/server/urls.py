@@ -18,7 +18,7 @@ import threading
 import urllib.parse
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 
 from httptools import HttpParserError, HttpResponseParser
 
@@ -126,31 +126,20 @@ async def resolve(host: str, port: int) -> list[Address]:
     """Resolves a host in a thread of its own: what the event loop has for this are four, for all. Raises
     OSError.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[list[Address]] = loop.create_future()
+    found = Future[list[Address]]()
+    found.set_running_or_notify_cancel()  # whoever waits may leave
 
     def look() -> None:
-        addresses, failed = list[Address](), None
         try:
             places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-            addresses = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in places]
+            found.set_result([ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in places])
         except OSError as error:
-            failed = OSError(*error.args)
+            found.set_exception(OSError(*error.args))
         except UnicodeError:  # a part of the name is empty, or too long
-            failed = OSError("no such name")
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(done, addresses, failed)
-
-    def done(addresses: list[Address], failed: OSError | None) -> None:
-        if future.cancelled():
-            return
-        if failed is not None:
-            future.set_exception(failed)
-        else:
-            future.set_result(addresses)
+            found.set_exception(OSError("no such name"))
 
     threading.Thread(target=look, name="lookup", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(found)
 
 
 async def fetch(url: str, hosts: Hosts, most_bytes: int) -> bytes:

@@ -13,6 +13,7 @@ import msgspec
 
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
+from deltic.text import n_alike
 from deltic.verify.page import Check, Tell
 
 N_DRAWN = 16
@@ -100,12 +101,10 @@ def _same(alone: Mapping[str, Told], other: Mapping[str, Told], how: str, check:
     for name, told in other.items():
         known = alone[name]
         if told.prompt and told.prompt != known.prompt:
-            at = next(i for i, pair in enumerate(zip(told.prompt, known.prompt, strict=False)) if pair[0] != pair[1])
+            at = n_alike(told.prompt, known.prompt)
             check.wrong(f"{name}: other bits {how} than alone, at first for token {at + 1} of the prompt")
         elif (told.ids, told.logprobs) != (known.ids, known.logprobs):
-            at = next(
-                i for i, pair in enumerate(zip(told.logprobs, known.logprobs, strict=False)) if pair[0] != pair[1]
-            )
+            at = n_alike(told.logprobs, known.logprobs)
             check.wrong(f"{name}: other bits {how} than alone, at first for token {at} of the answer")
 
 

@@ -14,7 +14,7 @@ from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document, read_settings
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
-from deltic.text import Tokenizer
+from deltic.text import Tokenizer, n_alike
 from deltic.verify.page import Check
 
 _GIVEN = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
@@ -76,8 +76,7 @@ class Wording:
 
 def differing(mine: str, theirs: str) -> str:
     """Shows where two texts part."""
-    pairs = zip(mine, theirs, strict=False)
-    at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(mine), len(theirs)))
+    at = n_alike(mine, theirs)
     cut = slice(max(0, at - AROUND), at + AROUND)
     return f"at character {at}: {mine[cut]!r} here, {theirs[cut]!r} there"
 
@@ -89,10 +88,7 @@ def check_ids(wording: Wording, theirs: Mapping[str, Sequence[int]], whose: str,
         mine = wording.ids[name]
         if mine != list(ids):
             n_wrong += 1
-            at = next(
-                (i for i, pair in enumerate(zip(mine, ids, strict=False)) if pair[0] != pair[1]),
-                min(len(mine), len(ids)),
-            )
+            at = n_alike(mine, ids)
             check.wrong(
                 f"{name}: token {at} is {_token(wording, mine, at)} here, and {_token(wording, ids, at)} by {whose}"
             )
@@ -113,8 +109,7 @@ def check_rules(wording: Wording, other: Wording, whose: str, check: Check) -> N
     for name in changed[:3]:
         check.wrong(f"the vocabulary has {name!r} as {mine.get(name)}, and {whose} as {theirs.get(name)}")
     if merges != others:
-        pairs = zip(merges, others, strict=False)
-        at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(merges), len(others)))
+        at = n_alike(merges, others)
         check.wrong(
             f"merge {at} is {merges[at : at + 1]}, and {others[at : at + 1]} of {whose}; there are {len(merges)} and {len(others)}"
         )

@@ -821,7 +821,7 @@ def test_a_long_input_is_made_ready_to_be_kept_beside_the_event_loop(monkeypatch
         threads.append(threading.current_thread().name)
         return turn_of(items)
 
-    monkeypatch.setattr(responses, "turn_of", noted)
+    monkeypatch.setattr(responses.responses_items, "turn_of", noted)
     engine = FakeEngineClient(max_model_len=100_000, n_pages=2000)
     with served(make_app(engine)) as url:
         door = Door(url, engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,7 +27,7 @@ from deltic.server.chat.picture_parts import PictureBounds, Pictures
 from deltic.server.chat.request import Chat, Completion, Tool
 from deltic.server.chat.template import Prompt, render
 from deltic.server.errors import PromptTooLong, bad_request, naming
-from deltic.server.limits import TICKET, Ticket
+from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.preparation import Preparation
 from deltic.server.service import Service
 from deltic.server.transport import EventStream, LargeResponse, unless_disconnected
@@ -89,7 +89,7 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     choices = [answer.Choice(i, service.tokenizer, shown, parser) for i, parser in enumerate(parsers)]
     sent = chats.engine_request(request_id, prompt.ids, params, chat.sampling, prompt.boundaries)
     sent.pictures = prompt.pictures
-    return Generation(service.client, service.metrics, [sent], choices, ticket, service.adapter)
+    return service.generation([sent], choices, ticket)
 
 
 async def prepared_chat(
@@ -294,7 +294,7 @@ def completion_generation(service: Service, prepared: PreparedCompletion, ticket
     n = requests[0].params.n
     offsets = [len(echo.texts[index // n]) if echo else 0 for index in range(len(requests) * n)]
     choices = [answer.Choice(i, service.tokenizer, shown, offset=offset) for i, offset in enumerate(offsets)]
-    return Generation(service.client, service.metrics, requests, choices, ticket, service.adapter)
+    return service.generation(requests, choices, ticket)
 
 
 def encoded(service: Service, asked: Completion, info: engine.EngineInfo) -> Iterator[tuple[list[int], int]]:
@@ -455,3 +455,19 @@ async def collect(generation: Generation, reply: answer.ChatAnswer | answer.Comp
 
     await generation.run(take)
     return messages
+
+
+async def computed(
+    service: Service,
+    request: Request,
+    requests: list[engine.Request],
+    outs: Sequence[answer.WayOut],
+    at_once: int | None = None,
+) -> Usage:
+    """Has the engine do what ends in no text: vectors, and scores. What it took. Raises ApiError,
+    ClientDisconnect.
+    """
+    generation = service.generation(requests, outs, request.scope[TICKET], at_once)
+    if requests:
+        await unless_disconnected(request.receive, generation.run(lambda updates: None))
+    return generation.usage()

@@ -21,20 +21,19 @@ from deltic.engine.messages import Request as EngineRequest
 from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.completions import check
+from deltic.server.api.completions import check, computed
 from deltic.server.api.responses_items import Reference, parse_item
 from deltic.server.chat import decisions, joint
-from deltic.server.chat.generation import Generation
 from deltic.server.chat.messages import UserMessage
 from deltic.server.chat.picture_parts import Pictures, Sent
 from deltic.server.chat.request import Chat, context_limit
 from deltic.server.chat.template import render
 from deltic.server.chat.vectors import VectorOut
 from deltic.server.errors import bad_request, naming
-from deltic.server.limits import TICKET, Usage
+from deltic.server.limits import Usage
 from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Service
-from deltic.server.transport import LargeResponse, unless_disconnected
+from deltic.server.transport import LargeResponse
 
 Text = Annotated[str, Meta(min_length=1)]
 Instructions = Text | Annotated[list[JsonObject], Meta(min_length=1)]
@@ -347,14 +346,10 @@ def scores_of(
 
 async def run_scores(service: Service, request: Request, scores: decisions.QuestionScores) -> Usage:
     """Has the engine score. Raises ApiError."""
-    ticket = request.scope[TICKET]
     request.scope["deltic.answer_id"] = scores.requests[0].id.rpartition("-")[0]
-    generation = Generation(
-        service.client, service.metrics, scores.requests, scores.outs, ticket, service.adapter, scores.at_once
-    )
-    await unless_disconnected(request.receive, generation.run(lambda updates: None))
+    usage = await computed(service, request, scores.requests, scores.outs, scores.at_once)
     service.metrics.n_scored += len(scores.asked)
-    return generation.usage()
+    return usage
 
 
 def _usage(usage: Usage, scores: decisions.QuestionScores) -> DecisionUsage:
@@ -479,10 +474,8 @@ async def _joint(service: Service, request: Request, info: EngineInfo) -> ASGIAp
         jointly, sent = await preparation.run(prepare)
     out = VectorOut(0)
     request.scope["deltic.answer_id"] = sent.id
-    generation = Generation(service.client, service.metrics, [sent], [out], request.scope[TICKET], service.adapter)
-    await unless_disconnected(request.receive, generation.run(lambda updates: None))
+    usage = await computed(service, request, [sent], [out])
     service.metrics.n_scored += len(jointly)
-    usage = generation.usage()
 
     def answer() -> SystemOneResult:
         found, answers = joint.joint_logits(out.vector, jointly), dict[str, SystemOneAnswer]()

@@ -14,14 +14,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine import messages as engine
-from deltic.server.api.completions import token_ids
-from deltic.server.chat.generation import Generation
+from deltic.server.api.completions import computed, token_ids
 from deltic.server.chat.vectors import VectorOut, vector_requests
 from deltic.server.errors import bad_request
-from deltic.server.limits import TICKET, Usage
+from deltic.server.limits import Usage
 from deltic.server.preparation import Preparation
 from deltic.server.service import Service
-from deltic.server.transport import LargeResponse, unless_disconnected
+from deltic.server.transport import LargeResponse
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI has it."""
@@ -90,11 +89,8 @@ async def vectors_of(
     """
     request.scope["deltic.answer_id"] = requests[0].id.rpartition("-")[0] if requests else "-"
     outs = [VectorOut(i) for i in range(len(requests))]
-    ticket, n = request.scope[TICKET], info.max_num_seqs
-    generation = Generation(service.client, service.metrics, requests, outs, ticket, service.adapter, n)
-    if requests:
-        await unless_disconnected(request.receive, generation.run(lambda updates: None))
-    return [out.vector for out in outs], generation.usage()
+    usage = await computed(service, request, requests, outs, info.max_num_seqs)
+    return [out.vector for out in outs], usage
 
 
 def numbers(vector: bytes) -> msgspec.Raw:

@@ -153,10 +153,7 @@ class GapAnswer:
 
     def generation(self, ticket: Ticket) -> Generation:
         """The engine's request and this answer's choices; it begins with `run`."""
-        service = self._service
-        return Generation(
-            service.client, service.metrics, self._gap.prepared.requests, self.choices, ticket, service.adapter
-        )
+        return self._service.generation(self._gap.prepared.requests, self.choices, ticket)
 
     def body(self, index: int, message: Message, usage: Usage) -> dict[str, object]:
         """The whole answer of one choice, or the fields of it that were asked for."""

@@ -17,13 +17,12 @@ from starlette.types import ASGIApp
 from deltic import __version__
 from deltic.config import ADAPTER_NAME
 from deltic.engine.messages import EngineInfo, Picture
-from deltic.host.client import EngineUnavailable
 from deltic.json_types import JsonObject
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.adapters import AdapterRefused, full_path
 from deltic.server.api import protocol
 from deltic.server.api.completions import CompletionRequest, check, completion_of, encoded, rendered
-from deltic.server.chat.generation import unavailable
+from deltic.server.chat.generation import refusals, unavailable
 from deltic.server.chat.messages import Message
 from deltic.server.chat.picture_parts import PictureBounds, Pictures
 from deltic.server.chat.request import Chat, Effort, context_limit
@@ -235,11 +234,10 @@ async def load_adapter(service: Service, request: Request) -> ASGIApp:
     asked = await parsed(service, request, LoadAdapterRequest)
     name = asked.lora_name
     try:
-        await service.adapters.load(name, full_path(asked.lora_path), replaces=bool(asked.load_inplace))
+        with refusals():
+            await service.adapters.load(name, full_path(asked.lora_path), replaces=bool(asked.load_inplace))
     except AdapterRefused as error:
         raise ApiError(400, str(error), code="adapter_refused") from None
-    except EngineUnavailable as error:
-        raise unavailable(str(error)) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

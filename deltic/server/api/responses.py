@@ -21,20 +21,12 @@ from starlette.types import ASGIApp
 
 from deltic.engine.messages import EngineInfo
 from deltic.json_types import JsonObject
+from deltic.server import transport
+from deltic.server.api import responses_items
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
 from deltic.server.api.protocol import handling_of
-from deltic.server.api.responses_items import (
-    ID_PREFIXES,
-    InputItem,
-    ResponseStore,
-    ResponseTurn,
-    Status,
-    StoredResponse,
-    opened,
-    parse_item,
-    turn_of,
-)
+from deltic.server.api.responses_items import InputItem, ResponseStore, ResponseTurn, StoredResponse
 from deltic.server.chat import answer
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
@@ -47,14 +39,6 @@ from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.listing import ListQuery, listing, query_of
 from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Service
-from deltic.server.transport import (
-    EVENT_HEADERS,
-    PART_BYTES,
-    LargeResponse,
-    json_response,
-    named_event,
-    unless_disconnected,
-)
 
 T = TypeVar("T")
 
@@ -93,7 +77,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     async def end() -> End:
         """The end of the answer, which is kept then."""
         usage = generation.usage()
-        done = reply.end(usage) if reply.n_bytes < PART_BYTES else await asyncio.to_thread(reply.end, usage)
+        done = reply.end(usage) if reply.n_bytes < transport.PART_BYTES else await asyncio.to_thread(reply.end, usage)
         if reply.is_stored:
             stored = StoredResponse(ticket.tenant, done.body, (*history, turn), ResponseTurn(done.items), reply.ends)
             service.server.responses.add(response_id, stored)
@@ -101,8 +85,8 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
 
     if asked.stream:
         return ResponseStream(generation, reply, end)
-    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(reply.add, updates)]))
-    return LargeResponse((await end()).body)
+    await transport.unless_disconnected(request.receive, generation.run(lambda updates: [*map(reply.add, updates)]))
+    return transport.LargeResponse((await end()).body)
 
 
 def _prepare(service: Service, read: ReadRequest, info: EngineInfo) -> tuple[Prepared, ResponseTurn]:
@@ -110,7 +94,7 @@ def _prepare(service: Service, read: ReadRequest, info: EngineInfo) -> tuple[Pre
     ApiError.
     """
     chat = _fitted(service, read, lambda chat: prepare_chat(service, chat, info, read.pictures))
-    return chat, turn_of([] if read.request.store is False else read.given)
+    return chat, responses_items.turn_of([] if read.request.store is False else read.given)
 
 
 async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
@@ -124,7 +108,7 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     async with Preparation(service, request) as preparation:
         read = await _read(service, request.scope[TICKET], preparation)
         n_tokens = await preparation.run(_fitted, service, read, count)
-    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+    return transport.json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> ReadRequest:
@@ -180,7 +164,7 @@ def _items(
     """
     old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
     new = [(f"input[{i}]", item) for i, item in enumerate(given)]
-    items = [(path, parse_item(item, path)) for path, item in (*old, *new)]
+    items = [(path, responses_items.parse_item(item, path)) for path, item in (*old, *new)]
     wire.add_tools(asked, items)
     return items, wire.find_pictures(items)
 
@@ -230,21 +214,21 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
     stored, query = _stored(service, request), query_of(request, ReplayQuery)
     if query.stream != "true":
-        return LargeResponse(stored.body)
+        return transport.LargeResponse(stored.body)
     after = -1 if query.starting_after is None else query.starting_after
 
     def write() -> bytes:
-        return _events_of(opened(stored.body), stored.ends, after)
+        return _events_of(responses_items.opened(stored.body), stored.ends, after)
 
     written = await prepared(service, request, len(stored.body), write)
-    return LargeResponse(written, EVENT_HEADERS)
+    return transport.LargeResponse(written, transport.EVENT_HEADERS)
 
 
 async def delete_response(service: Service, request: Request) -> ASGIApp:
     """Lets go of a response; those that continue it stay."""
     stored, response_id = _stored(service, request), request.path_params["response_id"]
     service.server.responses.remove(response_id, stored.owner)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return transport.json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(service: Service, request: Request) -> ASGIApp:
@@ -312,7 +296,7 @@ class Events:
         self.n += n
         if self.n - 1 <= self._after:
             return b""
-        return named_event(name, sequence_number=self.n - 1, **fields)
+        return transport.named_event(name, sequence_number=self.n - 1, **fields)
 
     def begun(self, index: int, item: JsonObject) -> bytes:
         """Events that begin an item. item: its JSON as it begins."""
@@ -418,7 +402,7 @@ class ResponseAnswer(Items):
         return written + self._whole("response.failed")
 
     def begun(self, item: Item) -> bytes:
-        self._id = f"{ID_PREFIXES[self._type(item)]}_{secrets.token_hex(24)}"
+        self._id = f"{responses_items.ID_PREFIXES[self._type(item)]}_{secrets.token_hex(24)}"
         self._n_said, self._logprobs = 0, []
         self.ends.append(array("I"))
         index, plain = len(self.output), self._plain_item(item, "in_progress")
@@ -454,7 +438,7 @@ class ResponseAnswer(Items):
         self.output.append(plain)
         return written + self._events.ended(len(self.output) - 1, plain)
 
-    def _plain_item(self, item: Item, status: Status) -> JsonObject:
+    def _plain_item(self, item: Item, status: responses_items.Status) -> JsonObject:
         """The last item; one in progress as it is when it begins."""
         kind, text = self._type(item), item.text
         plain: JsonObject = {"id": self._id, "type": kind, "status": status}

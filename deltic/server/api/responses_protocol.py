@@ -19,16 +19,8 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from deltic.json_types import JsonObject
-from deltic.server.api import decode, protocol
-from deltic.server.api.responses_items import (
-    CallItem,
-    CallOutputItem,
-    CustomCallItem,
-    InputItem,
-    MessageItem,
-    ReasoningItem,
-    ToolsItem,
-)
+from deltic.server.api import decode, protocol, responses_items
+from deltic.server.api.responses_items import InputItem
 from deltic.server.chat import messages as history
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.picture_parts import Sent, is_low, sent_in
@@ -203,7 +195,7 @@ def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, InputItem]]) -
     tools = {f"{tool.get('type')} {tool.get('name')}": tool for tool in asked.tools or ()}
     n = len(tools)
     for _, item in items:
-        for tool in item.tools if isinstance(item, ToolsItem) else ():
+        for tool in item.tools if isinstance(item, responses_items.ToolsItem) else ():
             tools.setdefault(f"{tool.get('type')} {tool.get('name')}", tool)
     if len(tools) > n:
         asked.tools = [*(asked.tools or ()), *list(tools.values())[n:]]
@@ -219,7 +211,7 @@ def turn_starts(items: list[tuple[str, InputItem]]) -> tuple[int, list[int]]:
 
 
 def _role(item: InputItem) -> str | None:
-    return item.role if isinstance(item, MessageItem) else None
+    return item.role if isinstance(item, responses_items.MessageItem) else None
 
 
 def wants(asked: ResponsesRequest, what: str) -> bool:
@@ -377,19 +369,19 @@ class Messages:
 
     def add(self, item: InputItem, path: str) -> None:
         """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
-        if isinstance(item, ReasoningItem):
+        if isinstance(item, responses_items.ReasoningItem):
             thought = _thought(item, path)
             if thought:
                 self._at(_REASONING).reasoning_content = thought
-        elif isinstance(item, CallItem):
+        elif isinstance(item, responses_items.CallItem):
             function = history.CalledFunction(flat_name(item.name, item.namespace), _arguments(item, path))
             self._call(history.ToolCall(function=function, id=item.call_id))
-        elif isinstance(item, CustomCallItem):
+        elif isinstance(item, responses_items.CustomCallItem):
             called = history.CalledCustom(flat_name(item.name, item.namespace), item.input)
             self._call(history.ToolCall(custom=called, id=item.call_id))
-        elif isinstance(item, CallOutputItem):
+        elif isinstance(item, responses_items.CallOutputItem):
             self._other(history.ToolMessage(content=_content(item.output, f"{path}.output"), tool_call_id=item.call_id))
-        elif isinstance(item, MessageItem):
+        elif isinstance(item, responses_items.MessageItem):
             if item.role == "assistant":
                 self._at(_CONTENT).content = _text(item.content, f"{path}.content", by=item.role)
             else:
@@ -420,14 +412,14 @@ class Messages:
         return message
 
 
-def _arguments(item: CallItem, path: str) -> JsonObject:
+def _arguments(item: responses_items.CallItem, path: str) -> JsonObject:
     arguments = given_arguments(item.arguments)
     if arguments is None:
         raise bad_request(f"{path}.arguments", "expected the text of a JSON object")
     return arguments
 
 
-def _thought(item: ReasoningItem, path: str) -> str:
+def _thought(item: responses_items.ReasoningItem, path: str) -> str:
     """The thought of an item, by whichever of its fields came back."""
     if item.content:
         return _text(item.content, f"{path}.content", by="assistant")
@@ -459,9 +451,9 @@ def find_pictures(items: Iterable[tuple[str, InputItem]]) -> list[Sent]:
     """
     pictures: list[Sent] = []
     for path, item in items:
-        if isinstance(item, MessageItem) and item.role != "assistant":
+        if isinstance(item, responses_items.MessageItem) and item.role != "assistant":
             parts, inner, strict = item.content, f"{path}.content", True
-        elif isinstance(item, CallOutputItem):
+        elif isinstance(item, responses_items.CallOutputItem):
             parts, inner, strict = item.output, f"{path}.output", False
         else:
             continue

@@ -30,12 +30,11 @@ from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, 
 from deltic.engine.events import CacheLocated
 from deltic.engine.messages import EngineInfo
 from deltic.engine.messages import Request as EngineRequest
-from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api import decode
 from deltic.server.api.completions import prepared_chat, prepared_completion
 from deltic.server.batch.file_store import private, unwritable
-from deltic.server.chat.generation import unavailable
+from deltic.server.chat.generation import refusals, unavailable
 from deltic.server.chat.request import engine_request
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET
@@ -123,10 +122,9 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
 
 async def _locate(service: Service, asked: EngineRequest) -> CacheLocated:
     try:
-        async with asyncio.timeout(LOCATE_S):
-            return await service.client.locate_cache(asked)
-    except EngineUnavailable as error:
-        raise unavailable(str(error)) from None
+        with refusals():
+            async with asyncio.timeout(LOCATE_S):
+                return await service.client.locate_cache(asked)
     except TimeoutError:
         raise ApiError(504, f"the engine did not answer in {LOCATE_S:g} s", code="engine_timeout") from None
 

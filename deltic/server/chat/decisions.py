@@ -18,22 +18,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from deltic.engine.messages import (
-    MAX_SCORED,
-    Branch,
-    EngineInfo,
-    Output,
-    Picture,
-    Request,
-    SamplingParams,
-    TokenLogprob,
-)
+from deltic.engine import messages as engine
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.request import context_limit, text_ids
 from deltic.server.chat.template import Prompt
 from deltic.server.errors import PromptTooLong, bad_request
-from deltic.text import Tokenizer
+from deltic.text import Tokenizer, n_alike
 
 GROUP = 16
 """Branches of one request of the engine, at most: each takes a batch slot as soon as the first has one."""
@@ -102,7 +93,7 @@ class AskedPrompt(Struct, frozen=True):
     ids: list[int]
     asked: list[AskedIds]
     boundaries: list[int] = []
-    pictures: list[Picture] = []
+    pictures: list[engine.Picture] = []
     field: str = "prompt"
     """The client's name of it."""
 
@@ -188,30 +179,25 @@ def _whole(tokenizer: Tokenizer, prompt: Any, own: list[int], more: Any) -> tupl
         raise ValueError("prompts and continuations are both texts, or both token ids")
     if isinstance(prompt, str):
         whole = tokenizer.encode(prompt + more, "parse")
-        if n := _n_alike(own, whole):
+        if n := n_alike(own, whole):
             return whole, n
         more = tokenizer.encode(more, "parse")
     return [*own, *more], len(own)
 
 
-def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of ids with which both begin."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 class QuestionScores:
     """The scores of some prompts' questions: requests of the engine, and what comes of them."""
 
-    def __init__(self, prompts: Sequence[AskedPrompt], info: EngineInfo, request_id: str) -> None:
+    def __init__(self, prompts: Sequence[AskedPrompt], info: engine.EngineInfo, request_id: str) -> None:
         """Raises ApiError (400) for what does not fit."""
-        self.requests: list[Request] = []
+        self.requests: list[engine.Request] = []
         self.outs: list[ScoreOut] = []
         """The way out of each branch, in the order of requests and branches."""
         self.asked = [asked for prompt in prompts for asked in prompt.asked]
         self._found: list[dict[tuple[Label, int], float]] = [{} for _ in self.asked]
         most, limit, number = max(1, min(GROUP, info.max_num_seqs // 2)), context_limit(info), 0
         for prompt in prompts:
-            branches: list[Branch] = []
+            branches: list[engine.Branch] = []
             for asked in prompt.asked:
                 longest = len(prompt.ids) + len(asked.ids) + max(map(len, asked.labels))
                 if longest > limit:
@@ -226,10 +212,10 @@ class QuestionScores:
             for start in range(0, len(branches), most):
                 group = branches[start : start + most]
                 self.requests.append(
-                    Request(
+                    engine.Request(
                         id=f"{request_id}-{len(self.requests)}",
                         prompt_ids=prompt.ids,
-                        params=SamplingParams(max_tokens=0, temperature=0.0, n=len(group)),
+                        params=engine.SamplingParams(max_tokens=0, temperature=0.0, n=len(group)),
                         branches=group,
                         boundaries=prompt.boundaries,
                         pictures=[*prompt.pictures],
@@ -256,7 +242,7 @@ class QuestionScores:
         ]
 
 
-def branches_of(asked: AskedIds) -> Iterable[tuple[Branch, list[tuple[Label, int]]]]:
+def branches_of(asked: AskedIds) -> Iterable[tuple[engine.Branch, list[tuple[Label, int]]]]:
     """Yields the branches of a question, and for each what it scores: an id behind the beginning of a label.
 
     All labels of a token have one together, and so have all longer ones that differ in their last token.
@@ -269,10 +255,10 @@ def branches_of(asked: AskedIds) -> Iterable[tuple[Branch, list[tuple[Label, int
             wanted.setdefault(label[:-1], {}).update(dict.fromkeys(keys))
     for beginning, of_label in wanted.items():
         places = sorted(of_label, key=lambda key: len(key[0]))
-        for start in range(0, len(places), MAX_SCORED):
-            part = places[start : start + MAX_SCORED]
+        for start in range(0, len(places), engine.MAX_SCORED):
+            part = places[start : start + engine.MAX_SCORED]
             scored = [(len(asked.ids) + len(before), id) for before, id in part]
-            yield Branch([*asked.ids, *beginning], scored), part
+            yield engine.Branch([*asked.ids, *beginning], scored), part
 
 
 class ScoreOut(WayOut):
@@ -283,13 +269,13 @@ class ScoreOut(WayOut):
         self._found, self._keys = found, keys
         self.n_reused = 0
 
-    def take(self, logprobs: Iterable[TokenLogprob | None], n_reused: int) -> None:
+    def take(self, logprobs: Iterable[engine.TokenLogprob | None], n_reused: int) -> None:
         """Takes the branch's log-probabilities. n_reused: tokens before it that were not computed."""
         values = (entry.logprob for entry in logprobs if entry is not None)
         self._found.update(zip(self._keys, values, strict=True))
         self.n_reused = n_reused
 
-    def push(self, output: Output) -> Update:
+    def push(self, output: engine.Output) -> Update:
         if output.prompt_logprobs is not None:
             self.take(output.prompt_logprobs, output.cached_tokens)
         self.finish_reason = output.finish_reason

@@ -9,9 +9,10 @@ the engine's client through to the socket.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -87,22 +88,19 @@ class Generation:
         wait_s = self._ticket.queue_timeout_s
         timer = loop.call_later(wait_s, self._end_if_waiting) if wait_s else None
         try:
-            if self._ticket.is_batch and self._client.n_open:  # half of the queue is for others
-                n = min(len(self._choices), self._at_once or math.inf)
-                self._client.check_room(int(n), spare=self._client.max_queue // 2)
-            self._submit()
-            self._ticket.take(self._n_prompt)
-            if self._adapter is not None:
-                self._adapter.numbers.enter()
-            async with asyncio.timeout(self._ticket.left_s()):
-                await ended
+            with refusals():
+                if self._ticket.is_batch and self._client.n_open:  # half of the queue is for others
+                    n = min(len(self._choices), self._at_once or math.inf)
+                    self._client.check_room(int(n), spare=self._client.max_queue // 2)
+                self._submit()
+                self._ticket.take(self._n_prompt)
+                if self._adapter is not None:
+                    self._adapter.numbers.enter()
+                async with asyncio.timeout(self._ticket.left_s()):
+                    await ended
         except TimeoutError:
             self._unfinished = "timeout"
             raise timed_out(time.monotonic() - self._ticket.started_s) from None
-        except QueueFull as error:
-            raise queue_full(error) from None
-        except EngineUnavailable as error:
-            raise unavailable(str(error)) from None
         finally:
             if timer:
                 timer.cancel()
@@ -317,6 +315,19 @@ def timed_out(seconds: float) -> ApiError:
 
 def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", headers=RETRY_LATER)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Raises ApiError for what an engine's client refuses: 503 while there is no engine, 429 for a full
+    queue.
+    """
+    try:
+        yield
+    except QueueFull as error:
+        raise queue_full(error) from None
+    except EngineUnavailable as error:
+        raise unavailable(str(error)) from None
 
 
 def queue_full(error: QueueFull) -> ApiError:

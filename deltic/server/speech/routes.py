@@ -22,11 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine import messages as engine
 from deltic.engine.events import VoiceEncoded
-from deltic.host.client import EngineUnavailable
 from deltic.json_types import JsonObject
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import AnswerDelta
-from deltic.server.chat.generation import Generation, timed_out, unavailable
+from deltic.server.chat.generation import refusals, timed_out
 from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
@@ -147,7 +146,7 @@ class Utterance:
         self.plan = plan
         self.sent = sent
         self._spoken = _Spoken()
-        self._generation = Generation(service.client, service.metrics, [sent], [self._spoken], ticket)
+        self._generation = service.generation([sent], [self._spoken], ticket)
         self._started_s = ticket.started_s
         self._n_frames = n_frames
         self._limit = limit
@@ -363,12 +362,11 @@ async def _voice(speech: SpeechParts, plan: SpeechPlan) -> VoiceEncoded | None:
 async def _in_time(ticket: Ticket, work: Coroutine[object, None, T]) -> T:
     """Raises ApiError: 503 when the engine dies meanwhile, 504 when the ticket's time is over."""
     try:
-        async with asyncio.timeout(ticket.left_s()):
-            return await work
+        with refusals():
+            async with asyncio.timeout(ticket.left_s()):
+                return await work
     except TimeoutError:
         raise timed_out(time.monotonic() - ticket.started_s) from None
-    except EngineUnavailable as error:
-        raise unavailable(str(error)) from None
 
 
 async def speak(service: Service, request: Request) -> ASGIApp:

@@ -34,12 +34,12 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.engine.events import VoiceEncoded
 from deltic.engine.messages import EncodeVoice
 from deltic.engine.turns import share_of
-from deltic.host.client import EngineClient, EngineUnavailable
+from deltic.host.client import EngineClient
 from deltic.json_types import JsonObject
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
 from deltic.private import make_private
 from deltic.server.api import decode
-from deltic.server.chat.generation import unavailable
+from deltic.server.chat.generation import refusals
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
 from deltic.server.fair_thread import FairThread
 from deltic.server.isolated import Refused
@@ -332,10 +332,8 @@ class VoiceStore:
         return answer
 
     async def _send(self, command: EncodeVoice) -> VoiceEncoded:
-        try:
+        with refusals():
             return await self._client.encode_voice(command)
-        except EngineUnavailable as error:
-            raise unavailable(str(error)) from None
 
     async def _decode(self, data: bytes, param: str) -> bytes:
         try:
