@@ -1,7 +1,7 @@
 """The command line: `deltic serve | chat | run | say | pull | list | plan | doctor | ...`.
 
-A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in
-commands/flags.toml.
+A command's module is imported when it runs, so `deltic --help` answers at once. Commands and their flags are
+in commands/flags.toml.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Result = int | str | None
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A command: its help, its function as `module:function` below deltic, and what makes the values that the
-    function is called with. Its flags are a table of commands/flags.toml.
+    """A command, which is a table of commands/flags.toml: its help, its function as `module:function` below
+    deltic, and what makes the values that the function is called with.
     """
 
     help: str
     function: str
-    values: Callable[[argparse.Namespace], tuple[object, ...]] = lambda arguments: ()
+    values: Callable[[argparse.Namespace], tuple[object, ...]]
 
     def run(self, arguments: argparse.Namespace) -> Result:
         """The values are made, and so the settings checked, before the import, which may take seconds."""
@@ -43,18 +43,6 @@ class Subcommand:
         module, _, name = self.function.partition(":")
         run: Callable[..., Result] = getattr(importlib.import_module(f"deltic.{module}"), name)
         return run(*values)
-
-
-def _alone(arguments: argparse.Namespace) -> tuple[object, ...]:
-    return (arguments,)
-
-
-def _server(arguments: argparse.Namespace) -> tuple[object, ...]:
-    return arguments, settings.server_arguments(arguments)
-
-
-def _engine(arguments: argparse.Namespace) -> tuple[object, ...]:
-    return arguments, settings.engine(arguments)
 
 
 def _models(arguments: argparse.Namespace) -> tuple[object, ...]:
@@ -101,44 +89,26 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
     return group
 
 
-COMMANDS = {
-    "serve": Subcommand("serve a model, or several, over the OpenAI API", "server.serve:serve", _models),
-    "chat": Subcommand("chat with a model in the terminal", "commands.chat:chat", _server),
-    "run": Subcommand("answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped",
-        "commands.run:run", _server),
-    "say": Subcommand("speak a text: into a sound file, or through a pipe into a player", "commands.say:say", _server),
-    "launch": Subcommand("start a coding agent against a server that runs, or one that is started for it",
-        "commands.agents:launch", _server),
-    "agents": Subcommand("list the coding agents of deltic launch, or print what sets one up",
-        "commands.agents:show", _alone),
-    "pack": Subcommand("write a model directory of packed weights, quantised if asked: fast starts",
-        "commands.pack:pack", _engine),
-    "stage": Subcommand("run some layers of a model for a server on another machine (deltic serve --stages)",
-        "commands.stage:stage", _engine),
-    "pull": Subcommand("download models, with what has come before", "commands.models:pull", _alone),
-    "list": Subcommand("list the models on this disk, and whether they fit", "commands.models:list_models", _alone),
-    "show": Subcommand("print what a model on this disk is, and the memory it takes", "commands.models:show", _alone),
-    "rm": Subcommand("delete models from this disk", "commands.models:rm", _alone),
-    "ps": Subcommand("list the models that a running server has loaded", "commands.models:ps", _alone),
-    "plan": Subcommand("print what fits in memory and the speed to expect",
-        "commands.plan:report", lambda arguments: (settings.planned(arguments), arguments.format)),
-    "verify": Subcommand("check a model's files, and what is made of them, against others: a page for a bug report",
-        "commands.verify:verify", _engine),
-    "warmup": Subcommand("compile the GPU's kernels for a model ahead of its first start",
-        "runtime.build:warmup", lambda arguments: (settings.engine(arguments),)),
-    "doctor": Subcommand("print what this machine is good for: which models fit, in which format, how fast",
-        "commands.doctor:report"),
-    "completion": Subcommand("print a script that completes this command line in a shell",
-        "commands.completion:script", lambda arguments: (arguments.shell, parser())),
-    "version": Subcommand("print the version", "commands.completion:version"),
-}  # fmt: skip
-BENCHES = {
-    "serve": Subcommand("measure any OpenAI endpoint, or a server started for it", "bench.serve:bench", _server),
-    "speech": Subcommand("measure any endpoint for speech, or a server started for it", "bench.speech:bench", _server),
-    "gpu": Subcommand("time decodes and prefills on a GPU, beside its roofs", "bench.gpu:bench_gpu", _engine),
-    "quality": Subcommand("what quantised weights lose against bfloat16",
-        "bench.quality:bench", lambda given: (given, settings.given(given, EngineConfig))),
-}  # fmt: skip
+VALUES: dict[str, Callable[[argparse.Namespace], tuple[object, ...]]] = {
+    "": lambda arguments: (),
+    "arguments": lambda arguments: (arguments,),
+    "arguments, server": lambda arguments: (arguments, settings.server_arguments(arguments)),
+    "arguments, engine": lambda arguments: (arguments, settings.engine(arguments)),
+    "arguments, settings": lambda arguments: (arguments, settings.given(arguments, EngineConfig)),
+    "engine": lambda arguments: (settings.engine(arguments),),
+    "models": _models,
+    "planned": lambda arguments: (settings.planned(arguments), arguments.format),
+    "shell, parser": lambda arguments: (arguments.shell, parser()),
+}
+"""Values that the function of a command is called with, by what flags.toml calls them."""
+
+_ALL = {
+    name: Subcommand(table["help"], table["runs"], VALUES[table.get("given", "")])
+    for name, table in flags.tables().items()
+    if "runs" in table
+}
+COMMANDS = {name: command for name, command in _ALL.items() if not name.startswith("bench ")}
+BENCHES = {name.removeprefix("bench "): command for name, command in _ALL.items() if name not in COMMANDS}
 
 
 FIRST_STEPS = f"""\

@@ -40,19 +40,11 @@ from deltic.runtime.cpu.device import Cpu
 if TYPE_CHECKING:
     from deltic.runtime.gpu.device import Gpu
 
-MODELS = {
-    "Qwen/Qwen3.5-0.8B": "qwen3.5-0.8b",
-    "Qwen/Qwen3.5-2B": "qwen3.5-2b",
-    "Qwen/Qwen3.5-4B": "qwen3.5-4b",
-    "Qwen/Qwen3.5-9B": "qwen3.5-9b",
-    "Qwen/Qwen3.6-27B": "qwen3.6-27b",
-    "Qwen/Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b-a3b",
-    "Qwen/Qwen3.5-122B-A10B": "qwen3.5-122b-a10b",
-    "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice": "qwen3-tts-0.6b",
-    "Qwen/Qwen3-TTS-12Hz-1.7B-CustomVoice": "qwen3-tts-1.7b",
-}
-"""Names on the hub, and their sizes (--dummy): texts first, the larger the later, then speech."""
+MODELS: dict[str, str] = {}
+"""The first name on the hub of each size (--dummy) in bfloat16: texts, the larger the later, then speech."""
+for _model in published():
+    if _model.format == "bfloat16":
+        MODELS.setdefault(_model.shape, _model.hub)
 
 REACHED = {"cpu": 0.79, "cuda": 0.49}
 """The least part of the memory's roof that one sequence reached in the kept runs of docs/performance.md."""
@@ -264,8 +256,8 @@ def _models(console: Console, columns: list[Column]) -> None:
     for column in columns:
         table.add_column(f"{'CPU' if column.device.name == 'cpu' else 'GPU'}, {column.format}")
     fluent: list[tuple[bool, int, int]] = []
-    names = list(MODELS)
-    for nth, (model, size) in enumerate(MODELS.items()):
+    sizes = list(MODELS)
+    for nth, (size, model) in enumerate(MODELS.items()):
         row = [model]
         for place, column in enumerate(columns):
             fits = column.fits(size)
@@ -287,13 +279,13 @@ def _models(console: Console, columns: list[Column]) -> None:
     on_gpu, nth, place = max(fluent, default=(False, 0, 0))
     few_bits = [column for column in columns if column.format == "int4" and not on_gpu]
     small = smallest_download(few_bits[0]) if few_bits else None
-    n_params = PUBLISHED[MODELS[names[nth]]].n_params if fluent else 0
+    n_params = PUBLISHED[sizes[nth]].n_params if fluent else 0
     if small is not None and PUBLISHED[small.shape].n_params >= n_params:
         command += f" {small.names[0]}"
         why = f"the largest that is fluent on the CPU, a download of {(small.n_bytes or 0) / 1e9:.1f} GB"
     elif fluent:
         column = columns[-place]
-        command += f" {names[nth]}" + (f" --quantize {column.quantize}" if column.quantize else "")
+        command += f" {MODELS[sizes[nth]]}" + (f" --quantize {column.quantize}" if column.quantize else "")
         if column.device.name == "cpu" and column.quantize is None and columns[-1].device.name != "cpu":
             command += " --device cpu"
         why = f"the largest that is fluent on the {'CPU' if column.device.name == 'cpu' else 'GPU'}"

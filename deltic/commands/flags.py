@@ -125,19 +125,22 @@ _WORDS = {
 
 
 @cache
-def _tables() -> dict[str, JsonObject]:
+def tables() -> dict[str, JsonObject]:
+    """The tables of flags.toml, by their names."""
     return tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
 
 def add_table(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds the flags of a table of flags.toml, if there is one of this name."""
-    parser.usage = _tables().get(name, {}).get("usage")
+    parser.usage = tables().get(name, {}).get("usage")
     _add_rows(parser, parser, name)
 
 
 def _add_rows(parser: argparse.ArgumentParser, into: argparse._ActionsContainer, name: str) -> None:
     """Adds the rows of a table. into: the parser or one of its groups."""
-    for flag, row in _tables().get(name, {}).items():
+    for flag, row in tables().get(name, {}).items():
+        if not isinstance(row, dict):  # of the whole command
+            continue
         included = flag.removeprefix("*")
         if cls := SETTINGS.get(included):
             named = row.get("only", cls.__dataclass_fields__)
@@ -146,6 +149,6 @@ def _add_rows(parser: argparse.ArgumentParser, into: argparse._ActionsContainer,
         elif flag.startswith("*"):
             into = parser.add_argument_group(included) if row.get("group") else into
             _add_rows(parser, into, included)
-        elif flag != "usage":
+        else:
             objects = {key: _WORDS[word] for key, word in row.items() if isinstance(word, str) and word in _WORDS}
             into.add_argument(*flag.split(), **row | objects)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from deltic.bench.provenance import code, machine, now
 from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.commands.plan import decode_roof
-from deltic.config import BUILT_IN, ConfigError, EngineConfig
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, changed
 from deltic.engine.engine import Engine
 from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import DEMO, model_directory, model_name, resolve_model, speaks
@@ -101,14 +101,9 @@ def _place(files: Files) -> tuple[str, str]:
 def _head(files: Files, config: EngineConfig) -> dict[str, str]:
     """The first lines of the page."""
     own, here = code(), machine()
-    defaults = EngineConfig()
     told = {"model", "download_dir", "dummy"}
-    changed = {
-        each.name: getattr(config, each.name)
-        for each in dataclasses.fields(config)
-        if each.name not in told and getattr(config, each.name) != getattr(defaults, each.name)
-    }
-    settings = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+    given = {name: value for name, value in changed(config).items() if name not in told}
+    settings = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
     return {
         "model": f"{files.name}, {'GGUF' if files.is_gguf else 'safetensors'}",
         "settings": settings or "the defaults",
