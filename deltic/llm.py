@@ -65,6 +65,12 @@ from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
 
 Message = Mapping[str, object]
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+"""Text, or several, or the token ids of each."""
+Chats = Sequence[Message] | Sequence[Sequence[Message]]
+"""The messages of one conversation, or of several."""
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""Parameters for all prompts, or one for each."""
 T = TypeVar("T")
 
 SAVE_S = 30.0
@@ -133,12 +139,7 @@ class LLM:
         self.close()
 
     def generate(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = True,
-        **options: object,
+        self, prompts: Prompts, params: Params = None, *, progress: bool = True, **options: object
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
@@ -153,8 +154,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Chats,
+        params: Params = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         progress: bool = True,
@@ -173,12 +174,7 @@ class LLM:
         """
         return self._complete(self.prepare_chat(messages, params, tools=tools, **options), progress)
 
-    def stream(
-        self,
-        given: str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: object,
-    ) -> Iterator[AnswerPiece]:
+    def stream(self, given: Prompts | Chats, params: Params = None, **options: object) -> Iterator[AnswerPiece]:
         """Yields what is added to the answers as it comes. given: messages, as of `chat`, or prompts, as of
         `generate`; the rest is theirs, too, and so is what is raised, at once.
 
@@ -187,12 +183,7 @@ class LLM:
         return self._pieces(self.begin(self.prepare(given, params, **options)))
 
     def embed(
-        self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        progress: bool = True,
+        self, texts: Prompts, *, dimensions: int | None = None, prompt_name: str | None = None, progress: bool = True
     ) -> NDArray[np.float32]:
         """Vectors of texts, or of token ids, float32 [N, D] in their order, by a model that is an embedder.
 
@@ -202,9 +193,7 @@ class LLM:
         """
         return stacked(self._complete(self.prepare_embed(texts, dimensions, prompt_name), progress))
 
-    def prepare_embed(
-        self, texts: str | Sequence[str] | Sequence[Sequence[int]], dimensions: int | None, prompt_name: str | None
-    ) -> PreparedCall:
+    def prepare_embed(self, texts: Prompts, dimensions: int | None, prompt_name: str | None) -> PreparedCall:
         """Prepares a call of `embed`. Raises ValueError."""
         if self.info.embedder is None:
             raise ValueError("this model writes and makes no embeddings: its checkpoint has no modules.json")
@@ -218,10 +207,7 @@ class LLM:
         return PreparedCall(answers, [partial(msgspec.structs.replace, own) for own in requests])
 
     def score(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        continuations: Sequence[str] | Sequence[Sequence[int]],
-        **options: object,
+        self, prompts: Prompts, continuations: Sequence[str] | Sequence[Sequence[int]], **options: object
     ) -> list[ContinuationScores]:
         """Scores each of a closed set of continuations behind each prompt; both are texts, or token ids.
 
@@ -276,12 +262,7 @@ class LLM:
         prepare: Callable[..., PreparedCall] = self.prepare_chat if isinstance(first, Mapping) else self.prepare_text
         return prepare(given, params, **options)
 
-    def prepare_text(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        **options: object,
-    ) -> PreparedCall:
+    def prepare_text(self, prompts: Prompts, params: Params, **options: object) -> PreparedCall:
         """Prepares a call of `generate`. Raises ValueError."""
         request, sampling = self._request(options), _taken(options, SAMPLING)
         for name in options:
@@ -304,12 +285,7 @@ class LLM:
         return PreparedCall(answers, [request] * len(ids))
 
     def prepare_chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        **options: object,
+        self, messages: Chats, params: Params, *, tools: Sequence[Mapping[str, object]] | None = None, **options: object
     ) -> PreparedCall:
         """Prepares a call of `chat`. Raises ValueError, TypeError, OSError."""
         template = self._template
@@ -384,9 +360,7 @@ class LLM:
         """
         self._close()
 
-    def _params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, n: int, over: Mapping[str, object]
-    ) -> list[AnswerParams]:
+    def _params(self, params: Params, n: int, over: Mapping[str, object]) -> list[AnswerParams]:
         """The parameters for each of n prompts. over: fields that count more. Raises ValueError."""
         each = [params or self.default_params] * n if not isinstance(params, Sequence) else params
         if len(each) != n:

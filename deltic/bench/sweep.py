@@ -27,6 +27,8 @@ Sample = TypeVar("Sample")
 Number = TypeVar("Number", int, float)
 Body = JsonObject
 Send = Callable[[Body, float], Awaitable[Sample]]
+Sweep = Callable[[Endpoint, argparse.Namespace, Console], Awaitable[JsonObject]]
+"""Measures an endpoint, and returns what is to be kept."""
 
 
 def name_of(mode: str, value: float) -> str:
@@ -165,12 +167,8 @@ async def measure_all(work: Work[Sample], arguments: argparse.Namespace, console
     return rows
 
 
-async def _measure(
-    arguments: argparse.Namespace,
-    server_arguments: list[str],
-    console: Console,
-    sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[JsonObject]],
-) -> JsonObject:
+async def _measure(arguments: argparse.Namespace, server_arguments: list[str], sweep: Sweep) -> JsonObject:
+    console = Console(stderr=True)
     serve = [*server_arguments, *shlex.split(arguments.serve_args)]
     with own_server(arguments, serve) as server:
         begin = time.perf_counter()
@@ -179,16 +177,12 @@ async def _measure(
         return await sweep(endpoint, arguments, console) | about_server
 
 
-def run(
-    arguments: argparse.Namespace,
-    server_arguments: list[str],
-    sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[JsonObject]],
-) -> JsonObject | None:
+def run(arguments: argparse.Namespace, server_arguments: list[str], sweep: Sweep) -> JsonObject | None:
     """Returns what `sweep` found at --url, or at a server started for it; None, with a line on stderr, when
     that failed.
     """
     try:
-        return asyncio.run(_measure(arguments, server_arguments, Console(stderr=True), sweep))
+        return asyncio.run(_measure(arguments, server_arguments, sweep))
     except (EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
         return None
