@@ -29,8 +29,7 @@ from rich.table import Table
 from deltic.__main__ import finished
 from deltic.bench.load import WORDS, percentile
 from deltic.bench.provenance import code, machine, now
-from deltic.bench.report import report
-from deltic.bench.sweep import numbers
+from deltic.bench.sweep import numbers, report
 from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 from deltic.commands.flags import add_flags, add_table
 from deltic.commands.settings import own_arguments

@@ -51,6 +51,7 @@ from deltic.llm_calls import (
 from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
 from deltic.server.api.decisions import DecisionAnswer, DecisionQuestion, DecisionRequest, answer_of, asked_of
+from deltic.server.api.embeddings import vector_requests
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.constraint import Constrainer
 from deltic.server.chat.decisions import AskedPrompt, QuestionScores, asked_prompt, continuations_asked
@@ -59,7 +60,6 @@ from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures
 from deltic.server.chat.request import NO_DEFAULTS, Chat, Shown, context_limit
 from deltic.server.chat.template import ChatTemplate, render
-from deltic.server.chat.vectors import vector_requests
 from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer

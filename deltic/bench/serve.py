@@ -16,8 +16,7 @@ from rich.table import Table
 from deltic.bench import load as loads
 from deltic.bench.load import Prompts, Workload
 from deltic.bench.provenance import code, machine, now
-from deltic.bench.report import plot, report
-from deltic.bench.sweep import Work, measure_all, name_of, points, run
+from deltic.bench.sweep import Work, measure_all, name_of, plot, points, report, run
 from deltic.commands.endpoint import Endpoint, asked_model
 from deltic.config import ConfigError
 from deltic.json_types import JsonObject

@@ -26,8 +26,7 @@ from rich.table import Table
 from deltic.bench.gauges import QUIET_S, in_use, settled
 from deltic.bench.load import WORDS, percentile
 from deltic.bench.provenance import code, machine, now
-from deltic.bench.report import plot, report
-from deltic.bench.sweep import Work, measure_all, name_of, numbers, points, run
+from deltic.bench.sweep import Work, measure_all, name_of, numbers, plot, points, report, run
 from deltic.commands.endpoint import Endpoint, EndpointError, HttpReply, asked_model, error_message
 from deltic.commands.say import PATH, fields, refusal, with_voice
 from deltic.config import ConfigError

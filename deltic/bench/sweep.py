@@ -1,4 +1,5 @@
-"""A sweep: points of requests in flight, or of requests a second, warmed up and measured one after another.
+"""A sweep: points of requests in flight, or of requests a second, warmed up and measured one after another;
+and its report, in a file, a picture, a table for people and one line of JSON for programs.
 
 What is sent, and what is noted of the answers, is the caller's (`Work`): serve.py has it for text, speech.py
 for speech.
@@ -8,17 +9,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import re
 import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from deltic.bench.provenance import now, runs_directory
 from deltic.commands.endpoint import Endpoint, EndpointError, ServerFailed, own_server, reached
 from deltic.config import ConfigError
 from deltic.json_types import JsonObject
@@ -186,3 +192,40 @@ def run(arguments: argparse.Namespace, server_arguments: list[str], sweep: Sweep
     except (EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
         return None
+
+
+def plot(path: Path, picture: Path) -> None:
+    """The `draw` of a sweep's result."""
+    from deltic.bench.plot import draw
+
+    draw([path], picture)
+
+
+def report(
+    result: JsonObject,
+    table: Table,
+    out: str | None,
+    draw: Callable[[Path, Path], None] | None,
+    raw: str = "samples",
+    note: str | None = None,
+) -> None:
+    """result: has the bench's name, a label and rows; all of it goes into the file, under
+    runs_directory(out). draw: writes a PNG (second path) of a file; may find matplotlib missing. raw: the
+    field of a row that the last line leaves out. note: stands below the table.
+    """
+    name, label = result["bench"], result["label"]
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
+    path = runs_directory(out) / f"{name}-{slug}-{now():%H%M%S}.json"
+    path.write_text(json.dumps(result) + "\n")
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    if note:
+        print(note)
+    picture = None
+    if draw:
+        try:
+            draw(path, path.with_suffix(".png"))
+            picture = str(path.with_suffix(".png"))
+        except ModuleNotFoundError as error:
+            print(f"no plot: {error.name} is missing; pip install 'deltic[bench]'", file=sys.stderr)
+    rows = [{field: value for field, value in row.items() if field != raw} for row in result["rows"]]
+    print(json.dumps({"bench": name, "label": label, "file": str(path), "plot": picture, "rows": rows}))

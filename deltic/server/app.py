@@ -56,8 +56,7 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
 from deltic.server.listing import ListQuery
 from deltic.server.openapi import Route, document
-from deltic.server.page.files import ASSETS, docs, page, page_file
-from deltic.server.page.live import live
+from deltic.server.page.files import ASSETS, docs, live, page, page_file
 from deltic.server.page.markdown import DrawRequest, draw
 from deltic.server.pdf import pdf_text
 from deltic.server.service import Server, Service

@@ -39,10 +39,9 @@ from deltic.models.checkpoint import locate, model_name, speaks, text_directory,
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf_config import read_settings
 from deltic.models.hub import is_hub_name
-from deltic.server.address import check_transfer, listening, load_certificates, tls, url_of
+from deltic.server.address import check_transfer, event_sockets, listening, load_certificates, tls, topics, url_of
 from deltic.server.downloads import fetch_all
 from deltic.server.isolated import FORKS
-from deltic.server.kv_events import event_sockets, topics
 from deltic.server.local_models import local_models, why_not
 
 if TYPE_CHECKING:

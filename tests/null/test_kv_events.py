@@ -34,7 +34,7 @@ from deltic.host import kv_events
 from deltic.host.kv_events import END, EventPublisher, payload
 from deltic.host.launch import EventSockets
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.kv_events import event_sockets, topics
+from deltic.server.address import event_sockets, topics
 from tests.conversations import Conversations, Turn, chat, follow_up, some_ids
 from tests.fakes import FakeRunner, FakeTiers
 from tests.null.test_prefix import random_runner

@@ -22,13 +22,13 @@ from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import check, computed
+from deltic.server.api.embeddings import VectorOut
 from deltic.server.api.responses_items import Reference, parse_item
 from deltic.server.chat import decisions, joint
 from deltic.server.chat.messages import UserMessage
 from deltic.server.chat.picture_parts import Pictures, Sent
 from deltic.server.chat.request import Chat, context_limit
 from deltic.server.chat.template import render
-from deltic.server.chat.vectors import VectorOut
 from deltic.server.errors import bad_request, naming
 from deltic.server.limits import Usage
 from deltic.server.preparation import Preparation, prepared

@@ -28,7 +28,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineFailed
 from deltic.server.api import completions
 from deltic.server.api import ollama_protocol as wire
-from deltic.server.api.embeddings import check_number, numbers, vectors_of
+from deltic.server.api.embeddings import check_number, numbers, vector_requests, vectors_of
 from deltic.server.chat import answer
 from deltic.server.chat.answer import Update
 from deltic.server.chat.arguments import given_arguments
@@ -37,7 +37,6 @@ from deltic.server.chat.gap import Filler
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import Item
 from deltic.server.chat.request import context_limit
-from deltic.server.chat.vectors import vector_requests
 from deltic.server.errors import ApiError
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.local_models import ModelFiles, model_files

@@ -69,14 +69,14 @@ def admit(server: Server) -> None:
 
     For use before the request's model is known.
     """
-    refusals = []
+    failed = []
     for service in server.of("speech") or [server.first("speech")]:
         try:
             service.admit(speech=True)
             return
         except ApiError as error:
-            refusals.append(error)
-    raise refusals[0]
+            failed.append(error)
+    raise failed[0]
 
 
 def plan(
