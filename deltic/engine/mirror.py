@@ -76,11 +76,11 @@ class SentChunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SentStep(msgspec.Struct, tag="step", frozen=True):
-    """A Step. draws: the number of the chunk, and the batch slot of the sequence."""
+    """A Step. draws: the number of the chunk, the batch slot of the sequence, and what is to be guessed."""
 
     sequences: list[SentSequence]
     chunks: list[SentChunk]
-    draws: list[tuple[int, int]]
+    draws: list[tuple[int, int, int]]
     slot_copies: list[tuple[int, int]]
     page_copies: list[tuple[int, int]]
 
@@ -91,14 +91,16 @@ class SentResult(msgspec.Struct, tag="result", frozen=True):
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprob] | None]
     prompt_logprobs: dict[int, list[TokenLogprob]]
+    guesses: list[list[int]]
+    guess_s: float
 
     @classmethod
     def of(cls, result: StepResult) -> SentResult:
-        return cls(result.tokens, result.logprobs, result.prompt_logprobs)
+        return cls(result.tokens, result.logprobs, result.prompt_logprobs, result.guesses, result.guess_s)
 
     @property
     def result(self) -> StepResult:
-        return StepResult(self.tokens, self.logprobs, self.prompt_logprobs)
+        return StepResult(self.tokens, self.logprobs, self.prompt_logprobs, self.guesses, self.guess_s)
 
 
 class AskedAdapter(msgspec.Struct, tag="adapter"):
@@ -202,13 +204,13 @@ class StepTeller:
 
     def of(self, step: Step) -> SentStep:
         """The message of a step. Its sequences must have batch slots."""
-        draws = [(draw.chunk, draw.sequence) for draw in step.draws]
-        drawn = {id(sequence) for _, sequence in draws}
-        every = {id(one): one for one in (*(chunk.sequence for chunk in step.chunks), *(one for _, one in draws))}
+        draws = [draw.sequence for draw in step.draws]
+        drawn = {id(sequence) for sequence in draws}
+        every = {id(one): one for one in (*(chunk.sequence for chunk in step.chunks), *draws)}
         return SentStep(
             [self._tell(one, is_drawn=id(one) in drawn) for one in every.values()],
             [_sent(chunk) for chunk in step.chunks],
-            [(chunk, _batch_slot(sequence)) for chunk, sequence in draws],
+            [(draw.chunk, _batch_slot(draw.sequence), draw.n_guesses) for draw in step.draws],
             step.slot_copies,
             step.page_copies,
         )
@@ -304,7 +306,7 @@ class Mirror:
             )
             for one in sent.chunks
         ]
-        draws = [Draw(chunk, self._at(number)) for chunk, number in sent.draws]
+        draws = [Draw(chunk, self._at(number), n_guesses) for chunk, number, n_guesses in sent.draws]
         return Step(chunks, draws, sent.slot_copies, sent.page_copies, runs_ahead=False)
 
     def _take(self, sent: SentSequence) -> None:

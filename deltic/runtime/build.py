@@ -187,9 +187,7 @@ def settle_text(
     if drafter is not None and config.max_drafts is None:
         max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
-    if config.stages and config.max_drafts and not stage:
-        notices += ("several machines guess repeated text and grammars, and by no draft head",)
-    has_mtp = max_drafts > 0 and drafter is None and not config.stages  # one of the two, on one machine
+    has_mtp = max_drafts > 0 and drafter is None  # one of the two
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)
@@ -361,7 +359,8 @@ def build_runner(
         kinds = dict.fromkeys(each.kernels for each in stages.said)
         if runner.adapters is not None:
             runner.adapters.machines = stages
-        runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds))
+        drafts = model.shape.model_drafts  # on the last machine
+        runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds), has_draft_head=drafts)
         if len(kinds) > 1:
             start.notices.append("machines have different kernels: answers have the bits of no single one of them")
     else:

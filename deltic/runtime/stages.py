@@ -196,9 +196,13 @@ def divide(shape: ModelShape, quantize: str | None, n: int) -> list[tuple[int, i
     """
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings)
     names = dict.fromkeys(range(shape.n_layers), 0) | {-1: weights.embed.n_bytes, -2: weights.lm_head.n_bytes}
+    if shape.has_draft_head and weights.embed is not weights.lm_head:
+        names[-2] += weights.embed.n_bytes  # which the draft head reads
     for name, memory in weights.named_memory():
         if name.startswith("layers."):
             names[int(name.split(".")[1])] += memory.nbytes
+        elif name.startswith("draft_head."):
+            names[-2] += memory.nbytes
     n_layers, is_gdn = shape.n_layers, [kind == LINEAR_ATTENTION for kind in shape.layer_types]
 
     def cost(begin: int, end: int) -> float:

@@ -269,12 +269,6 @@ def test_what_several_machines_do_not_have(settings: dict[str, Any]) -> None:
         settle_text(EngineConfig(stages=("127.0.0.1:1",), **settings), Cpu())
 
 
-def test_guesses_that_are_not_made_are_told() -> None:
-    for stages, n_told in (("127.0.0.1:1",), 1), ((), 0):
-        notices = settle_text(EngineConfig(dummy="qwen3.5-0.8b", stages=stages, max_drafts=4), Cpu()).notices
-        assert sum("draft head" in notice for notice in notices) == n_told
-
-
 def test_models_that_run_on_one_machine() -> None:
     for kind in ("flash", "next"):
         checkpoint = str(tiny_checkpoint(kind, n_layers=8))

@@ -13,7 +13,7 @@ import pytest
 
 from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.engine.mirror import Mirror, SentStep, StepTeller
-from deltic.engine.step import Chunk, Draw, Rule, Sequence, Step
+from deltic.engine.step import Chunk, Draw, HeldAdapter, Rule, Sequence, Step
 
 N_SLOTS = 4
 
@@ -25,7 +25,7 @@ def seen(step: Step) -> Any:
         rule = Rule.of(sequence.guide)
         return (
             sequence.request.id, sequence.request.params.temperature, sequence.index, sequence.seed, sequence.tokens.tolist(),
-            sequence.n_prompt, sequence.pages, sequence.pages_version, sequence.batch_slot, sequence.state_slot, sequence.start_slot,
+            sequence.n_prompt, sequence.adapter_slot, sequence.pages, sequence.pages_version, sequence.batch_slot, sequence.state_slot, sequence.start_slot,
             None if rule.mask is None else rule.mask.tolist(), rule.bans_end,
         )  # fmt: skip
 
@@ -34,7 +34,7 @@ def seen(step: Step) -> Any:
 
     chunks = [
         (
-            of(c.sequence)[:11],
+            of(c.sequence)[:12],
             c.start,
             c.length,
             c.prompt_logprobs,
@@ -46,7 +46,12 @@ def seen(step: Step) -> Any:
         )
         for c in step.chunks
     ]
-    return chunks, [(draw.chunk, of(draw.sequence)) for draw in step.draws], step.slot_copies, step.page_copies
+    return (
+        chunks,
+        [(draw.chunk, of(draw.sequence), draw.n_guesses) for draw in step.draws],
+        step.slot_copies,
+        step.page_copies,
+    )
 
 
 def sent(message: SentStep) -> tuple[SentStep, int]:
@@ -69,6 +74,7 @@ def test_what_arrives_is_what_was_told(seed: int) -> None:
             )
             tokens = array("i", rng.choices(range(1000), k=rng.randrange(1, 200)))
             sequences.append(Sequence(request, rng.randrange(3), rng.randrange(2**60), tokens, len(tokens)))
+            sequences[-1].adapter = rng.choice([None, HeldAdapter(rng.randrange(4))])
         elif rng.random() < 0.15:
             sequences.remove(rng.choice(sequences))
         for sequence, batch_slot in zip(sequences, rng.sample(range(N_SLOTS), len(sequences)), strict=True):
@@ -96,7 +102,7 @@ def test_what_arrives_is_what_was_told(seed: int) -> None:
                 Chunk(sequence, start, 1 + len(drafts), snapshots=[(64, 5)], n_redo=2, drafts=drafts, rules=rules)
             )
             if rng.random() < 0.8:
-                step.draws.append(Draw(len(step.chunks) - 1, sequence))
+                step.draws.append(Draw(len(step.chunks) - 1, sequence, rng.randrange(3)))
         message, _ = sent(teller.of(step))
         arrived = mirror.step(message)
         assert seen(arrived) == seen(step)

@@ -134,6 +134,8 @@ class ModelShape:
     """Layers behind which a step keeps its rows' residual stream, for a block drafter (models/dflash)."""
     has_draft_head: bool = False
     """True if the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
+    model_drafts: bool = False
+    """True of a stage whose model has a draft head: that is behind the last layers, and reads embeddings."""
     kv_cache_dtype: str = "bf16"
     """Format of the keys and values in pages: a name of KV_FORMATS."""
     state_dtype: str = "float32"
@@ -396,6 +398,7 @@ class ModelShape:
 HOW_IT_RUNS = {
     *("shares_experts", "formats", "tiled_value_heads", "has_draft_head", "kv_cache_dtype", "state_dtype"),
     *("head_rows", "most_drafted", "feature_layers", "first_layer", "model_layer_types", "embeds", "draws"),
+    "model_drafts",
 }
 """Fields of a shape that say how a model is stored or run, not what it is."""
 
@@ -415,13 +418,17 @@ def stage_of(shape: ModelShape, begin: int, end: int) -> ModelShape:
         model_layer_types=types,
         embeds=begin == 0,
         draws=end == len(types),
+        has_draft_head=shape.has_draft_head and end == len(types),
+        model_drafts=shape.has_draft_head,
     )
 
 
 def all_stages(shape: ModelShape) -> ModelShape:
     """The shape of the model of which a stage has a run of layers; of another model its own."""
-    types = shape.model_layer_types or shape.layer_types
-    return dataclasses.replace(shape, layer_types=types, first_layer=0, model_layer_types=(), embeds=True, draws=True)
+    if not (types := shape.model_layer_types):
+        return shape
+    whole = dataclasses.replace(shape, layer_types=types, first_layer=0, model_layer_types=(), embeds=True, draws=True)
+    return dataclasses.replace(whole, has_draft_head=shape.model_drafts, model_drafts=False)
 
 
 def _family(config: Mapping[str, object]) -> str:

@@ -428,7 +428,7 @@ def declare_weights(
     """
     h, v, last = shape.hidden_size, shape.vocab_size, all_stages(shape).n_layers - 1
     embed = lm_head = Matrix(0, h, ())
-    if shape.embeds or (tied and shape.draws):
+    if shape.embeds or shape.has_draft_head or (tied and shape.draws):
         embed = d.matrix(h, Stored(f"{prefix}embed_tokens.weight", (v,)), role="sensitive")
     norm = _declare_norm(d, shape, f"{prefix}norm.weight", f"{prefix}hyper_connection_mixer.", injects=False)
     head = Stored("lm_head.weight", (shape.head_rows or v,))
