@@ -216,6 +216,13 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         ),
         some_layers(4),
         some_layers(8),
+        # an estimate: three starts of 27B, whose kernels are compiled by then, and 27 rounds
+        Step(
+            "stages",
+            4,
+            ("python -m bench.stages --device cuda --dummy qwen3.5-27b --memory-gb 62 --rounds 7 --out {out}",),
+            gpus=2,
+        ),
         Step(
             "soak",
             3.5,

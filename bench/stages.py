@@ -3,6 +3,9 @@
 The machines are network namespaces with a link between them, each with one thread; the model alone has one,
 too, so both compute as much and what is more is handing over. Both run the same prompts in turns: ms of a
 step that draws a token of each sequence, ms of a prompt, and the bytes that the first machine sent.
+
+With --device cuda the machines are two GPUs of one, and what they hand over goes through its loopback. The
+first GPU has the model alone, too.
 """
 
 from __future__ import annotations
@@ -34,8 +37,17 @@ HERE, THERE = "10.213.8.1", "10.213.8.2"
 
 
 @contextmanager
-def another_network() -> Iterator[tuple[str, ...]]:
-    """A network namespace that is reached at THERE. Yields the command that runs what is behind it inside."""
+def another_gpu() -> Iterator[tuple[tuple[str, ...], str]]:
+    """The second GPU that may be seen here: as of `another_network`."""
+    second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
+    yield ("env", f"CUDA_VISIBLE_DEVICES={second}"), "127.0.0.1:0"
+
+
+@contextmanager
+def another_network() -> Iterator[tuple[tuple[str, ...], str]]:
+    """A network namespace that is reached at THERE. Yields the command that runs what is behind it inside,
+    and where that may listen.
+    """
     name, link = f"deltic-bench-{os.getpid()}", f"db{os.getpid() % 100000}"
     commands = (
         f"netns add {name}",
@@ -48,7 +60,7 @@ def another_network() -> Iterator[tuple[str, ...]]:
     try:
         for command in commands:
             subprocess.run(["ip", *command.split()], check=True)
-        yield "ip", "netns", "exec", name
+        yield ("ip", "netns", "exec", name), f"{THERE}:21200"
     finally:
         for command in (f"link del {link}", f"netns del {name}"):
             subprocess.run(["ip", *command.split()], check=False)
@@ -98,18 +110,27 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--dummy", metavar="SHAPE", default="qwen3.5-0.8b", help="random weights at a published shape")
-    add("--quantize", choices=("int8", "int4", "int4-symmetric"))
+    add("--quantize", choices=("fp8", "int8", "int4", "int4-symmetric"))
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--memory-gb", type=float, help="for each of the two sides on the first GPU, and for the second GPU")
     add("--rounds", type=int, default=7)
     add("--out", metavar="DIR", help="for the JSON (default: bench/runs/<date>-<machine>)")
     arguments = parser.parse_args(given)
-    settings: dict[str, Any] = {"dummy": arguments.dummy, "quantize": arguments.quantize, "device": "cpu"}
-    settings |= {"threads": 1, "max_num_seqs": 8, "max_model_len": 1024, "max_drafts": 0, "cache_host_gb": 0.0}
+    on_gpu = arguments.device == "cuda"
+    settings: dict[str, Any] = {"dummy": arguments.dummy, "quantize": arguments.quantize, "device": arguments.device}
+    settings |= {"max_num_seqs": 8, "max_model_len": 1024, "max_drafts": 0, "cache_host_gb": 0.0}
+    settings |= {"memory_gb": arguments.memory_gb} if on_gpu else {"threads": 1}
     rng, rows, of_code = random.Random(0), [], code()
-    with tempfile.TemporaryDirectory() as directory, another_network() as inside:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        another_gpu() if on_gpu else another_network() as (inside, address),
+    ):
         secret = Path(directory) / "secret"
         secret.write_text("0123456789abcdef")
-        local = ("--dummy", arguments.dummy, "--threads", "1", "--stages-secret", str(secret))
-        stage = Stage(*local, listen=f"{THERE}:21200", inside=inside)
+        own = ("--memory-gb", str(arguments.memory_gb)) if on_gpu and arguments.memory_gb else ()
+        own = own if on_gpu else ("--threads", "1")
+        local = ("--dummy", arguments.dummy, *own, "--stages-secret", str(secret))
+        stage = Stage(*local, listen=address, inside=inside)
         try:
             alone = Side(**settings)
             staged = Side(**settings, stages=(stage.address,), stages_secret=secret)
@@ -126,8 +147,10 @@ def main(given: list[str] | None = None) -> int:
         finally:
             stage.close()
     result: dict[str, object] = {"bench": "stages", "date": now().isoformat(), "machine": machine(), "code": of_code}
-    result |= {"shape": arguments.dummy, "quantize": arguments.quantize, "load": os.getloadavg()[0], "rows": rows}
-    path = runs_directory(arguments.out) / f"stages-{arguments.dummy}-{now():%H%M%S}.json"
+    result |= {"shape": arguments.dummy, "quantize": arguments.quantize, "device": arguments.device}
+    result |= {"load": os.getloadavg()[0], "rows": rows}
+    kind = "gpu-stages" if on_gpu else "stages"
+    path = runs_directory(arguments.out) / f"{kind}-{arguments.dummy}-{now():%H%M%S}.json"
     path.write_text(json.dumps(result, indent=1))
     for row in rows:
         print(json.dumps(row))

@@ -177,7 +177,7 @@ class EngineConfig:
     """
     expert_parallel: bool = knob(False, device="cuda", kind="text")
     """give GPUs whole experts, also where columns of all could be cut"""
-    stages: tuple[str, ...] = knob((), metavar="HOST:PORT", several=True, device="cpu", kind="text")
+    stages: tuple[str, ...] = knob((), metavar="HOST:PORT", several=True, kind="text")
     """machines with the further layers, in order"""
     stages_secret: Path | None = knob(None, metavar="FILE")
     """file of a secret, 16 bytes or more, that all of them have"""

@@ -17,9 +17,15 @@ from tests.waiting import wait_for
 class Stage:
     """A stage that listens. Its log is in `lines`."""
 
-    def __init__(self, *arguments: str, listen: str = "127.0.0.1:0", inside: tuple[str, ...] = ()) -> None:
-        """inside: a command that runs it, as of a network namespace."""
-        command = (*inside, sys.executable, "-m", "deltic", "stage", *arguments, "--listen", listen)
+    def __init__(
+        self,
+        *arguments: str,
+        listen: str = "127.0.0.1:0",
+        inside: tuple[str, ...] = (),
+        program: tuple[str, ...] = ("-m", "deltic"),
+    ) -> None:
+        """inside: a command that runs it, as of a network namespace. program: what Python runs."""
+        command = (*inside, sys.executable, *program, "stage", *arguments, "--listen", listen)
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._reading = threading.Thread(target=self._read, daemon=True)

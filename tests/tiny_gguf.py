@@ -78,13 +78,14 @@ def tiny_gguf(
     has_mtp: bool = False,
     is_fused: bool = False,
     tied: bool = False,
+    n_layers: int = 4,
     seed: int = 0,
 ) -> Path:
     """The first file of a model, made once a session. kind: as of tiny_checkpoint. type: of the matrices, or a function.
 
     is_fused: gate and up of experts are one tensor.
     """
-    source = tiny_checkpoint(kind, tied=tied, layout="flat", experts="fused", seed=seed)
+    source = tiny_checkpoint(kind, tied=tied, layout="flat", experts="fused", n_layers=n_layers, seed=seed)
     target = Path(_folder().name) / str(len(list(Path(_folder().name).iterdir())))
     target.mkdir()
     return write_gguf(source, target / f"tiny-{kind}.gguf", type, n_files=n_files, has_mtp=has_mtp, is_fused=is_fused)

@@ -106,7 +106,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     beside = device.text.reserve_bytes // 2
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
     model, store = settle(config, device, format), device.text.counted
-    plan: Plan[Any] = plan_of(model, device, max(free, wanted + beside if wanted else 0))
+    most = max(free, wanted + beside if wanted else 0)
+    plan: Plan[Any] = plan_of(model, device, most)
     if is_here:
         refuse_little_memory(plan)
     model.check_files(store)
@@ -120,7 +121,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     elif wanted > free - beside:
         whose = " of the GPU's memory" if on_gpu else ""
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
-    parts = [("", plan)] if not config.stages else _stages(config, device, plan, free)
+    parts = [("", plan)] if not config.stages else _stages(config, device, plan, most)
     for layers, part in parts:
         if layers:
             console.print(layers, markup=False)
@@ -135,6 +136,9 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
             f"The driver, the compiled kernels and the recorded steps take up to {device.text.reserve_bytes / 1e9:.1f} GB of the "
             "device more, Python, torch and the HTTP process a few GB of the host."
         )
+        if config.stages:
+            n_bytes = plan.workspace["residual"] + plan.workspace["prefill residual"]
+            console.print(f"Rows from and to other machines take {n_bytes / 1e9:.2f} GB of each host's memory more.")
         if meeting_bytes := device.text.meeting_bytes(plan):
             console.print(
                 f"Sums on their way between GPUs take {meeting_bytes / 1e9:.2f} GB of the host's memory more."
@@ -173,7 +177,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
 
 
 def _stages(config: EngineConfig, device: Cpu | Gpu, first: TextPlan, free: int) -> list[tuple[str, TextPlan]]:
-    """Says what each machine of --stages runs, with its plan, as if it had the memory that is free here."""
+    """Says what each machine of --stages runs, with its plan, as if it had the memory that this one has."""
     n, found = len(first.shape.model_layer_types), list[tuple[str, TextPlan]]()
     for number, place in enumerate(("here", *config.stages)):
         plan = make_plan(device.text, settle_text(config, device, stage=number), free) if number else first

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from deltic.engine.messages import Request, TokenLogprob
+from deltic.engine.messages import Constraint, Request, TokenLogprob
 from deltic.engine.step import Chunk, Draw, HeldAdapter, Rule, Sequence, Step, StepResult
 
 
@@ -247,7 +247,8 @@ def _batch_slot(sequence: Sequence) -> int:
 
 def _bare(request: Request) -> Request:
     """A request without what only the engine reads."""
-    params = msgspec.structs.replace(request.params, constraint=None)
+    constraint = None if request.params.constraint is None else Constraint()  # it may ban ends
+    params = msgspec.structs.replace(request.params, constraint=constraint)
     pictures = [msgspec.structs.replace(picture, pixels=b"") for picture in request.pictures]
     return msgspec.structs.replace(request, prompt_ids=[], params=params, pictures=pictures, boundaries=[], labels={})
 

@@ -41,7 +41,6 @@ from deltic.models.vision.weights import check_tower, picture_rules, stored_towe
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.runtime.adapters import Adapters, adapter_room, given_adapters
 from deltic.runtime.cpu.device import Cpu
-from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.fit import make_plan, refuse_little_memory
 from deltic.runtime.info import embedder_info, precision
@@ -49,7 +48,7 @@ from deltic.runtime.model import FoundDrafter, SpeechModel, TextModel, check_key
 from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, shared_sizes
 from deltic.runtime.pools import Judge, Pools
 from deltic.runtime.stages import (
-    LOCAL,
+    Neighbours,
     Stages,
     StageTasks,
     check_settings,
@@ -57,7 +56,6 @@ from deltic.runtime.stages import (
     nth_stage,
     serve_steps,
     settings_of,
-    within,
 )
 from deltic.runtime.voices import open_voices
 from deltic.runtime.wire import GREETING_S, Join, Limits, Loaded, LostError, PeerConnection, ReadyStage, StageRefusal
@@ -84,6 +82,8 @@ class TextRunner(BuiltRunner, Protocol):
     plan: TextPlan
     pools: Pools | None
     """The prompts whose hidden states are read; None: nobody reads any."""
+    neighbours: Neighbours | None
+    """Neighbours of a stage, which is told them once they are ready; None: all layers are here."""
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, model: str, /) -> object: ...
 
@@ -171,7 +171,7 @@ def settle_text(
     known = (*WEIGHT_FORMATS, *MIXES)
     if format is not None and (config.dummy is None or config.quantize or format not in known):
         raise ConfigError(f"--format {format}: with --dummy, without --quantize, and one of {', '.join(known)}")
-    config = check_settings(without_foreign(config, device.name, "text"))
+    config = check_settings(without_foreign(config, device.name, "text"), device.name)
     directory, shape = locate(config)
     if n_layers is not None:
         if config.dummy is None or not 4 <= n_layers <= shape.n_layers:
@@ -188,6 +188,9 @@ def settle_text(
         max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
     has_mtp = max_drafts > 0 and drafter is None  # one of the two
+    if config.stages and device.name == "cuda":
+        notices += ("GPUs of several machines guess repeated text and grammars, and by no draft head",) * has_mtp
+        has_mtp = False
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)
@@ -357,11 +360,12 @@ def build_runner(
         start.notices += [f"{each.what} ({each.kernels})" for each in stages.said]
         start.notices += _share_tiers(runner, model, stages, progress)
         kinds = dict.fromkeys(each.kernels for each in stages.said)
-        if runner.adapters is not None:
+        if isinstance(runner.adapters, Adapters):
             runner.adapters.machines = stages
         drafts = model.shape.model_drafts  # on the last machine
-        runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds), has_draft_head=drafts)
+        runner.info = msgspec.structs.replace(runner.info, has_draft_head=drafts)
         if len(kinds) > 1:
+            runner.info = msgspec.structs.replace(runner.info, kernels=" and ".join(kinds))
             start.notices.append("machines have different kernels: answers have the bits of no single one of them")
     else:
         runner, kind = _build_text(model, device, free, start)
@@ -427,22 +431,21 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
 
 def _build_stage(
     model: TextModel, device: Cpu | Gpu, start: _Start, number: int = 0, front: PeerConnection | None = None
-) -> tuple[Runner, str, Stages]:
+) -> tuple[TextRunner, str, Stages]:
     """A runner of a stage of a language model, once all stages behind it are ready, its precision, and the
     stages. front: of a stage that is not the engine's own. Raises ConfigError, RunnerLostError.
     """
-    free, stages, shape = device.free_bytes(), Stages(model, front), model.shape
+    free, stages, shape = device.free_bytes(), Stages(model, device.name, front), model.shape
     plan = make_plan(device.text, model, free)
     limits = stages.join(number, Limits(shared_sizes(plan), plan.n_host_units), start.progress)
     if front is not None:
         limits = front.agreed(limits)
-    stages.load(limits)
-    runner, kind = _build_text(within(model, limits), device, free, start)
-    assert isinstance(runner, Runner)
+    runner, kind = _build_text(stages.load(limits), device, free, start)
     last, place = shape.first_layer + shape.n_layers - 1, "here" if front is None else f"on {front.own_name}"
     own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place}"
+    kernels = f"{runner.info.kernels}, {runner.info.device}" if runner.info.on_gpu else runner.info.kernels
     content, plan = _content(model, device.kernels(runner.info), start), runner.plan
-    ready = ReadyStage(own, runner.info.kernels, content, plan.page_bytes, plan.state_bytes)
+    ready = ReadyStage(own, kernels, content, plan.page_bytes, plan.state_bytes)
     stages.said = stages.wait(ready, start.progress)
     runner.neighbours = stages
     return runner, kind, stages
@@ -457,10 +460,10 @@ def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
     if not isinstance(join, Join):
         raise LostError(f"{front.name} sent {join}, where it should join")
     try:
-        device = Cpu()
-        config = replace(settings_of(join), **{name: getattr(given, name) for name in LOCAL})
+        config = settings_of(join, given)
         if not 0 < join.number <= len(config.stages):  # without stages no setting would be refused
             raise ConfigError(f"{front.name} has no stage {join.number}, of {len(config.stages)}")
+        device = gpu_device(config) if is_for_gpu(config) else Cpu()
         model = settle_text(config, device, stage=join.number)
         if content_of(model) != join.content:
             raise ConfigError(f"it has another model, {model_name(config)}; give all machines the same")
@@ -523,7 +526,7 @@ def _content(model: TextModel, kernels: Path | str, start: _Start) -> str:
     return fingerprint(config, (shape, drafters), model.directory, kernels, on_bytes)
 
 
-def _share_tiers(runner: Runner, model: TextModel, stages: Stages, progress: Progress) -> list[str]:
+def _share_tiers(runner: TextRunner, model: TextModel, stages: Stages, progress: Progress) -> list[str]:
     """Starts the tiers of all machines of a model; gives the notices of this one's. Files are named after all
     machines: what one has computed comes of what those in front of it did. Raises ConfigError.
     """

@@ -51,7 +51,7 @@ from deltic.models.qwen.weights import check_weights, empty_weights
 from deltic.ops.arrays import Array, raw
 from deltic.ops.formats import Quantised
 from deltic.runtime.adapters import Adapters
-from deltic.runtime.model import TextModel
+from deltic.runtime.model import WHERE, TextModel
 from deltic.runtime.wire import (
     GREETING_S,
     Beat,
@@ -93,21 +93,27 @@ ABSENT: dict[str, object] = {
     "allow-cache-transfer": False,
 }
 """Flags that a model on several machines does not honour yet, and what their settings are there."""
-
-
-class StagedRunner(StepRunner, Protocol):
-    """A runner of a stage's layers."""
-
-    @property
-    def adapters(self) -> Adapters | None: ...
+ABSENT_ON_GPUS: dict[str, object] = {
+    "tensor-parallel": 1,
+    "tp-invariant": None,
+    "expert-parallel": False,
+    "draft-model": None,
+    "max-picture-tokens": 0,
+    "lora": (),
+    "allow-lora-loading": False,
+    "cache-host-gb": 0.0,
+    "cache-dir": None,
+}
+"""The same of machines that run their layers on a GPU, of which each has one."""
 
 
 class StageTasks:
     """Tasks of a stage beside its steps: what moves between its tiers, and adapters."""
 
-    def __init__(self, runner: StagedRunner, open_tiers: Callable[[str], object], name: str) -> None:
+    def __init__(self, runner: StepRunner, open_tiers: Callable[[str], object], name: str) -> None:
         """open_tiers: does so for what its files are named after; raises ConfigError. name: of this stage."""
         self._runner, self._open_tiers, self._name = runner, open_tiers, name
+        self._adapters = runner.adapters if isinstance(runner.adapters, Adapters) else None
         self._tickets: dict[int, int] = {}  # the number of a task, by that of a ticket
         self._answers: list[Answer] = []
         self._n_moved = 0
@@ -115,12 +121,12 @@ class StageTasks:
     @property
     def is_waiting(self) -> bool:
         """True if something is under way."""
-        adapters = self._runner.adapters
+        adapters = self._adapters
         return bool(self._tickets or self._answers) or (adapters is not None and adapters.is_waiting)
 
     def take(self, task: Task | DroppedAdapter) -> None:
         """Does a task or begins to. Raises LostError for one that nobody has who keeps to the rules."""
-        adapters = self._runner.adapters
+        adapters = self._adapters
         if isinstance(task, AskedTiers):
             self._answers.append(Answer(task.number, self._opened(task)))
         elif isinstance(task, AskedMoves):
@@ -136,7 +142,7 @@ class StageTasks:
         """Answers to tasks that are done by now."""
         yield from self._answers
         self._answers = []
-        for done in [] if self._runner.adapters is None else self._runner.adapters.poll():
+        for done in [] if self._adapters is None else self._adapters.poll():
             yield Answer(done.number, None if done.error is None else f"stage {self._name}: {done.error}")
         tiers = self._runner.tiers
         if tiers is None or not self._tickets:
@@ -172,13 +178,14 @@ class StageTasks:
                 (tiers.copy_in if task.action == "in" else tiers.copy_out)(move)
 
 
-def check_settings(config: EngineConfig) -> EngineConfig:
-    """The settings, of a model on several machines without what those do not share. Raises ConfigError for
-    one that was given and is not honoured there.
+def check_settings(config: EngineConfig, device: str) -> EngineConfig:
+    """The settings, of a model on several machines without what those do not share. device: cpu or cuda.
+    Raises ConfigError for one that was given and is not honoured there.
     """
     if not config.stages:
         return config
-    absent = {flag.replace("-", "_"): value for flag, value in ABSENT.items()}
+    flags = ABSENT | (ABSENT_ON_GPUS if device == "cuda" else {})
+    absent = {flag.replace("-", "_"): value for flag, value in flags.items()}
     for name, value in absent.items():
         if getattr(config, name) not in (value, config.__dataclass_fields__[name].default):
             flag = name.replace("_", "-")
@@ -241,12 +248,21 @@ def nth_stage(shape: ModelShape, directory: Path, config: EngineConfig, number: 
     return stage_of(shape, *divide(shape, config.rounded, 1 + len(config.stages))[number])
 
 
-def settings_of(join: Join) -> EngineConfig:
-    """The engine's settings. Raises ConfigError for what are none."""
+def settings_of(join: Join, given: EngineConfig) -> EngineConfig:
+    """The engine's settings, with what is this machine's own as given. Raises ConfigError for what are none,
+    and for another kind of device.
+    """
     try:
-        return msgspec.json.decode(join.config, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
+        config = msgspec.json.decode(join.config, type=EngineConfig, dec_hook=lambda kind, value: kind(value))
     except msgspec.DecodeError as error:
         raise ConfigError(f"the engine's settings cannot be read: {error}") from None
+    device = given.device or join.device
+    if device != join.device:
+        raise ConfigError(
+            f"--device {device}: it runs on {WHERE[device]}, and the layers in front on {WHERE[join.device]}, whose bits are others; "
+            "give all machines the same --device"
+        )
+    return replace(config, **{name: getattr(given, name) for name in LOCAL} | {"device": device})
 
 
 def content_of(model: TextModel) -> str:
@@ -267,10 +283,28 @@ def content_of(model: TextModel) -> str:
     return digest.hexdigest()
 
 
-def within(model: TextModel, limits: Limits) -> TextModel:
-    """The model with these sizes in its settings."""
-    config = replace(model.config, **limits.sizes)  # type: ignore[arg-type]
-    return replace(model, config=config, n_host_units=limits.n_host_units)
+class Neighbours(Protocol):
+    """The stages of other machines in front of a runner and behind it. Where one is lost all methods raise
+    RunnerLostError.
+    """
+
+    def begin(self, step: Step) -> None:
+        """Tells those behind of a step. Those in front have told of it here."""
+
+    def receive(self, rows: Array) -> None:
+        """Fills rows of a step's residual, float32 [T, S H], with the next ones of the stage in front."""
+
+    def pass_on(self, rows: Array) -> None:
+        """Hands rows to the stage behind, as they are now."""
+
+    def result(self) -> StepResult:
+        """Waits for what came of all rows of a step."""
+
+    def end(self) -> None:
+        """The step is over here."""
+
+    def check(self) -> None:
+        """Looks whether those behind are there."""
 
 
 class Stages:
@@ -278,9 +312,9 @@ class Stages:
     runner's Neighbours.
     """
 
-    def __init__(self, model: TextModel, front: PeerConnection | None = None) -> None:
-        """front: of a stage; None: of the engine's own."""
-        self._front, self._config = front, model.config
+    def __init__(self, model: TextModel, device: str, front: PeerConnection | None = None) -> None:
+        """device: cpu or cuda, the same on all machines. front: of a stage; None: of the engine's own."""
+        self._front, self._config, self._device = front, model.config, device
         self._model = model
         self.said: list[ReadyStage] = []
         """Machines from this one on, once all are ready."""
@@ -310,7 +344,7 @@ class Stages:
         while True:
             progress("stages", 0.0)
             waited = time.monotonic() - begun
-            found = self._ask(address, Join(config, number + 1, content), progress)
+            found = self._ask(address, Join(config, number + 1, content, self._device), progress)
             if isinstance(found, Limits):
                 return own.least(found)
             if not found.may_pass:
@@ -338,12 +372,16 @@ class Stages:
             connection.close()
         return answer if isinstance(answer, StageRefusal) else StageRefusal(f"it sent {answer}, where sizes were due")
 
-    def load(self, limits: Limits) -> None:
-        """Has the stages behind load their weights, for these sizes. Raises RunnerLostError."""
+    def load(self, limits: Limits) -> TextModel:
+        """Has the stages behind load their weights, for these sizes. Returns the model with them in its
+        settings. Raises RunnerLostError.
+        """
         self._told = StepTeller(limits.sizes["max_num_seqs"])
         if self.behind is not None:
             with self._losing():
                 self.behind.send(limits)
+        config = replace(self._config, **limits.sizes)  # type: ignore[arg-type]
+        return replace(self._model, config=config, n_host_units=limits.n_host_units)
 
     def wait(self, own: ReadyStage, progress: Progress) -> list[ReadyStage]:
         """Waits until all stages behind are ready. Returns them, this one first.
@@ -380,10 +418,14 @@ class Stages:
         with self._losing():
             self._front.receive_rows(raw(rows).data.cast("B"))
 
-    def pass_on(self, rows: Array) -> StepResult:
+    def pass_on(self, rows: Array) -> None:
         assert self.behind is not None
         with self._losing():
             self.behind.send(Rows(rows.nbytes), raw(rows).data.cast("B"))
+
+    def result(self) -> StepResult:
+        assert self.behind is not None
+        with self._losing():
             return wait_for_result(self.behind, self.timeout_s, self._take)
 
     def end(self) -> None:
@@ -480,7 +522,7 @@ def _waiting(connections: list[PeerConnection], timeout_s: float) -> list[PeerCo
     return [one for one in connections if one.socket.fileno() in found]
 
 
-def serve_steps(front: PeerConnection, runner: StagedRunner, stages: Stages, beside: StageTasks) -> None:
+def serve_steps(front: PeerConnection, runner: StepRunner, stages: Stages, beside: StageTasks) -> None:
     """Runs the steps that come from the front, and does beside them what it asks for, until it closes:
     LostError. Raises RunnerLostError.
     """

@@ -68,12 +68,13 @@ class Limits(msgspec.Struct, tag="limits", frozen=True):
 
 class Join(msgspec.Struct, tag="join", frozen=True):
     """Tells a stage to run some layers: the engine's settings as JSON, the number of the stage, and what the
-    model must be.
+    model and the device must be.
     """
 
     config: bytes
     number: int
     content: str
+    device: str
 
 
 class StageLoading(msgspec.Struct, tag="loading", frozen=True):

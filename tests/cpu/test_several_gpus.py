@@ -1,5 +1,5 @@
-"""What works with a model on one GPU, on two, and in several parts on one: each cell of docs/design/several-gpus.md's table has a test,
-or is refused by name before anything is loaded."""
+"""What works with a model on one GPU, on two, in several parts on one, and on two machines: each cell of
+docs/design/several-gpus.md's table has a test, or is refused by name before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ HERE, ENGINE, RANKS, PARTS = (
 )
 QUANTISED, LORA = "gpu/test_gpu_quantised_engine.py", "gpu/test_gpu_lora.py"
 DRAFTS, BLOCK = "gpu/test_gpu_drafts.py", "gpu/test_gpu_block_drafter.py"
+STAGES = "gpu/test_gpu_stages.py"
 
 
 def both(case: str) -> tuple[str, str]:
@@ -114,6 +115,48 @@ TABLE: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 """By feature, the test of each: on one GPU, on two, in two parts on one (`--tp-invariant 2`)."""
 
+
+def staged(case: str) -> str:
+    return f"{STAGES}::test_layers_that_are_run_apart_are_the_model[{case}]"
+
+
+def not_staged(case: str) -> str:
+    return f"refused {STAGES}::test_what_machines_with_gpus_do_not_have[{case}]"
+
+
+STAGED: dict[str, str] = {
+    "dense": staged("dense"),
+    "mixture": staged("moe"),
+    "experts dealt out whole": not_staged("experts dealt out"),
+    "experts dealt out, outside the GPU": not_staged("experts dealt out"),
+    "experts dealt out, with adapters": not_staged("experts dealt out"),
+    "Qwen3.8-Flash-Next": not_staged("flash"),
+    "`--quantize fp8`": staged("fp8"),
+    "`--quantize int8`": staged("int8"),
+    "`--quantize int4`": staged("int4"),
+    "files in FP8": staged("qwen-fp8"),
+    "files in int4": staged("w4a16"),
+    "files in NVFP4": staged("nvfp4"),
+    "GGUF": staged("gguf"),
+    "keys and values in fp8": staged("fp8 keys"),
+    "keys and values in k8v4": staged("k8v4 keys"),
+    "states in bfloat16": staged("bfloat16 states"),
+    "adapters": not_staged("adapters"),
+    "adapters of a mixture": not_staged("adapters"),
+    "pictures": not_staged("pictures"),
+    "the host's memory, the disk, and other servers": not_staged("the disk"),
+    "vectors": not_staged("vectors"),
+    "decisions by a joint head": not_staged("joint head"),
+    "drafts of repeated text": staged("dense"),
+    "drafts by the model's head": f"told {STAGES}::test_guesses_that_are_not_made_are_told",
+    "the same over streams": not_staged("flash"),
+    "block drafts": not_staged("block drafts"),
+    "experts outside the GPU": not_staged("experts outside"),
+    "speech": not_staged("speech"),
+    "several models of a server": "cpu/test_stages.py::test_a_stage_has_one_place",
+}
+"""The same of stages on two machines with a GPU each (`--stages`)."""
+
 PARTED: dict[str, tuple[dict[str, Any], str]] = {
     "dealt": (
         {"expert_memory": 1.0, "expert_parallel": True, "dummy": "qwen3.5-35b-a3b"},
@@ -163,8 +206,10 @@ def ids(mark: Any) -> set[str]:
 def test_each_cell_has_its_test() -> None:
     """The tests are there, with these cases; and the document's table says the same."""
     words = {"refused": "refused", "told": "left out, and told"}
-    lines = ["| feature | one GPU | two GPUs | two parts on one |", "| --- | --- | --- | --- |"]
-    for feature, cells in TABLE.items():
+    lines = ["| feature | one GPU | two GPUs | two parts on one | two machines |", "| --- | --- | --- | --- | --- |"]
+    assert TABLE.keys() == STAGED.keys()
+    for feature, others in TABLE.items():
+        cells = (*others, STAGED[feature])
         for cell in cells:
             file, _, name = cell.removeprefix("refused ").removeprefix("told ").partition("::")
             name, _, case = name.removesuffix("]").partition("[")

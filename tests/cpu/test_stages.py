@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -23,6 +24,7 @@ from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
+from deltic.engine.mirror import Mirror, SentStep, StepTeller
 from deltic.engine.step import RunnerLostError, Step, StepResult
 from deltic.models.qwen.shape import stage_of
 from deltic.ops.arrays import Array
@@ -59,10 +61,12 @@ SETTINGS: dict[str, Any] = {
 
 
 class Chain:
-    """Stages in one process, each of which hands its rows to the next."""
+    """Stages in one process, each of which hands its rows to the next. All but the first know of a step what a message says."""
 
-    def __init__(self, stages: list[Runner]) -> None:
+    def __init__(self, stages: list[Any]) -> None:
         self.stages, first = stages, stages[0]
+        self.teller = StepTeller(first.info.max_num_seqs)
+        self.mirrors = [Mirror(first.info.max_num_seqs) for _ in stages[1:]]
         self.info, self.max_logit_rows, self.tiers = first.info, first.max_logit_rows, first.tiers
         self.pictures = self.adapters = self.replays = self.experts = None
         self.rows: list[Array] = []
@@ -82,15 +86,22 @@ class Chain:
         """They are there."""
 
     def step(self, step: Step) -> StepResult:
-        self.now, self.rows = step, []
-        return self.stages[0].step(step)
+        sent = msgspec.msgpack.encode(self.teller.of(step))
+        told = [mirror.step(msgspec.msgpack.decode(sent, type=SentStep)) for mirror in self.mirrors]
+        self.next = iter(list(zip(self.stages[1:], told, strict=True)))
+        result = self.stages[0].step(step)
+        assert not self.rows
+        return result
 
     def receive(self, rows: Array) -> None:
-        rows[:] = self.rows[-1]
+        rows[:] = self.rows.pop(0)
 
-    def pass_on(self, rows: Array) -> StepResult:
+    def pass_on(self, rows: Array) -> None:
         self.rows.append(rows.copy())
-        return self.stages[len(self.rows)].step(self.now)
+
+    def result(self) -> StepResult:
+        stage, step = next(self.next)
+        return stage.step(step)
 
 
 def runner_of(config: EngineConfig, begin: int, end: int) -> Runner:
@@ -411,7 +422,7 @@ def test_what_is_sent_to_a_machine_without_power(ends: tuple[PeerConnection, Pee
 def test_an_engine_without_stages_sets_nothing_here(ends: tuple[PeerConnection, PeerConnection], number: int) -> None:
     """With none, no flag of files on this machine would be refused."""
     front, stage = ends
-    front.send(Join(json.dumps({"weights_cache": "/nowhere"}).encode(), number, ""))
+    front.send(Join(json.dumps({"weights_cache": "/nowhere"}).encode(), number, "", "cpu"))
     serve_stage(stage, EngineConfig(dummy="qwen3.5-0.8b"))
     answer = front.receive(5)
     assert isinstance(answer, StageRefusal) and f"has no stage {number}, of 0" in answer.why

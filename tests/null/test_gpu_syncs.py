@@ -39,6 +39,7 @@ ALLOWED = {
     "runtime/gpu/ahead.py:wait": AFTER_EVENT,
     "runtime/gpu/ahead.py:keep": ON_DEVICE,
     "runtime/gpu/copies.py:end": "in the mover's thread",
+    "runtime/gpu/copies.py:_wait": "for rows on their way from and to other machines",
     "runtime/gpu/block_drafter.py:__init__": START,
     "runtime/gpu/block_drafter.py:read": HOST,
     "runtime/gpu/draft_head.py:__init__": START,

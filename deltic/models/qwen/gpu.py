@@ -28,7 +28,7 @@ from deltic.models.loading import Mlp
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
-from deltic.models.qwen.gpu_shards import Exchange, Shard, feature_of, keep_feature, norms_of, of_shards
+from deltic.models.qwen.gpu_shards import Exchange, Shard, feature_of, keep_feature, norms_of, of_shards, place_of
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
@@ -51,7 +51,7 @@ from deltic.ops.gpu.moe_decode import moe_decode
 from deltic.ops.gpu.moe_prefill import moe_prefill
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.streams import spread
-from deltic.ops.gpu.weight import device_of, to_device
+from deltic.ops.gpu.weight import to_device
 from deltic.ops.kv_formats import KvPages
 
 
@@ -82,7 +82,6 @@ class QwenGpu:
         self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.routing = Routing(shape.n_experts_per_tok, shape.norm_topk_prob)
-        device = device_of(self.weights.lm_head)
         self.exchange, self.experts, self.max_len = exchange, experts, max_len
         self.watch: Callable[[Tensor], object] | None = None
         """Takes the residual stream behind each sum of a prefill that is not recorded."""
@@ -90,7 +89,7 @@ class QwenGpu:
         self.connections = HyperConnections(shape, self.norms, self.linears) if shape.n_streams > 1 else None
         self.ngrams = None if shape.ngrams is None else NgramLayer(shape, self.weights, self.linears)
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
-        self.cos, self.sin = (to_device(table, device) for table in angles)
+        self.cos, self.sin = (to_device(table, place_of(self.weights)) for table in angles)
 
     def _attention(self, layer: AttnLayer) -> AttentionWeights:
         return AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
@@ -203,16 +202,16 @@ class QwenGpu:
         self, rows_batch_slot: Tensor, batch: BatchState, b: DecodeBuffers, memory: Sequence[GpuMemory], max_len: int
     ) -> Tensor:
         """Runs one token each of n rows, none with more than max_len keys. Returns the logits, float32 [n,
-        V].
+        V]; of a stage that does not draw what it leaves in b.residual, where one that does not embed begins.
 
         rows_batch_slot: int32 [n], the batch slot of each row, or -1. b.rows.drafts says which are drafted
         tokens, and b.adapters which rows have adapters. memory: of each shard.
         """
         n = len(rows_batch_slot)
         shape, w, h = self.shape, self.weights, self.shape.hidden_size
-        rows, residual = b.rows.front(n), front(b.residual, n, shape.stream_size)
+        rows, residual, out = b.rows.front(n), front(b.residual, n, shape.stream_size), front(b.normed, n, h)
         embedded = residual if b.streams is None else front(b.streams.embedded, n, h)
-        begin_decode(rows_batch_slot, batch, w.embed, rows=rows, residual=embedded)
+        begin_decode(rows_batch_slot, batch, w.embed if shape.embeds else None, rows=rows, residual=embedded)
         who = None if b.adapters is None else b.adapters.front(n)
         self.linears.embedding(batch.last_token, embedded, who, rows_batch_slot, rows.drafts)
         if b.streams is not None:
@@ -221,7 +220,6 @@ class QwenGpu:
             assert b.streams is not None and batch.history is not None
             self.ngrams.rows_of_decode(batch.history, rows, b.streams)
         partial: Tensor | None = None
-        out = front(b.normed, n, h)
 
         for i, layer in enumerate(w.layers):
             partial = self._add_ngrams(layer, residual, partial, rows, b, memory[0])
@@ -233,6 +231,8 @@ class QwenGpu:
             normed = self._add_norm(residual, partial, f"layers.{i}.post_norm", out, b, codes)
             partial = of_shards(self.shards, b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, "norm", out, b)
+        if not shape.draws:
+            return residual
         logits = front(b.logits, 1, n, shape.vocab_size)
         self.project_head(out, logits, b.fp8, "decode", who)
         return logits[0]
@@ -486,14 +486,15 @@ class QwenGpu:
         memory: Sequence[GpuMemory],
         pictures: Tensor | None = None,
     ) -> Tensor:
-        """The tokens of n_blocks blocks. Returns the logits of the rows asked for, float32 [G, V]. memory: of
-        each shard. pictures: bfloat16 [N, H], where ids may name its rows.
+        """The tokens of n_blocks blocks. Returns the logits of the rows asked for, float32 [G, V]; of a stage
+        as of `decode`. memory: of each shard. pictures: bfloat16 [N, H], where ids may name its rows.
         """
         w, t, h = self.weights, n_blocks * BLOCK, self.shape.hidden_size
         residual, out = front(b.residual, t, self.shape.stream_size), front(b.normed, t, h)
         embedded = residual if b.streams is None else front(b.streams.embedded, t, h)
         added: Tensor | None = None
-        embed(inputs.token_ids, w.embed, embedded, pictures)
+        if self.shape.embeds:
+            embed(inputs.token_ids, w.embed, embedded, pictures)
         self.linears.embedding(inputs.token_ids, embedded, inputs.adapters)
         if b.streams is not None:
             spread(embedded, residual.view(t, -1, h))
@@ -515,12 +516,12 @@ class QwenGpu:
             if ahead is not None:
                 ahead.wait(filled[i])
             added = of_shards(self.shards, b.y, partial_of(self._feed_forward, i, normed, inputs, b))
-        if b.hidden is not None or self.exchange is not None or self.watch is not None:
+        if b.hidden is not None or self.exchange is not None or self.watch is not None or not self.shape.draws:
             self._add_norm(residual, added, "norm", out if b.hidden is None else front(b.hidden, t, h), b)
         elif self.connections is not None and b.follows is not None:
             assert b.streams is not None and added is not None
             self.connections.add(residual, added, b.streams)
-        return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
+        return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters) if self.shape.draws else residual
 
     def _prefill_mixer(
         self,
@@ -632,10 +633,9 @@ class QwenGpu:
         """
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
-        if b.hidden is not None:  # what drafts has used the others since then
-            take_rows(front(b.hidden, t, h), rows, final)
-        elif self.exchange is not None:  # whose residual is not whole
-            take_rows(front(b.normed, t, h), rows, final)
+        kept = b.normed if b.hidden is None and self.exchange is not None else b.hidden
+        if kept is not None:  # what drafts has used the residual, or it is cut
+            take_rows(front(kept, t, h), rows, final)
         else:
             residual, y = front(b.residual, t, self.shape.stream_size), front(b.y, 1, t, h)
             if self.connections is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deltic.models.qwen.gpu_adapters import Targets
@@ -16,6 +17,7 @@ from deltic.ops.geometry import GdnWeights
 from deltic.ops.gpu.all_reduce import Columns, Rank
 from deltic.ops.gpu.expert_slots import ExpertSlots
 from deltic.ops.gpu.launch import copy_rows
+from deltic.ops.gpu.weight import device_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Shard:
     @property
     def n_head_rows(self) -> int:
         return self.linears.matrices["lm_head"].n
+
+
+def place_of(weights: Weights) -> torch.device:
+    """The device that has a model's layers: a stage may have no embedding and no head."""
+    layer = weights.layers[0]
+    return device_of(layer.in_proj if isinstance(layer, GdnLayer) else layer.qkv)
 
 
 def norms_of(weights: Weights) -> dict[str, Any]:

@@ -19,12 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.chip import wait_for_front
 from deltic.ops.gpu.decode import BF16, address, codes_at, constants, k_block, load_block, rows_from, values
 from deltic.ops.gpu.fp8 import Fp8Rows, Operand, rounded, stored_by
 from deltic.ops.gpu.launch import launch
-from deltic.ops.matrix import Matrix, Segment
+from deltic.ops.matrix import Matrix
 
 LANES = 512
 """Running sums of a row's squares; part of what defines the bits."""
@@ -128,10 +129,11 @@ def _begin_decode_kernel(
     tl.store(p_row_position + i_row, tl.where(used, position, 0))
     if p_shift is not None:
         tl.store(p_row_shift + i_row, tl.where(used, tl.load(p_shift + batch_slot), 0))
-    # a row that ended keeps its last token, whatever it is; the clamp keeps the read inside the table
-    token = tl.where(used, tl.maximum(token, 0), 0).to(tl.int64)
-    p_to = p_residual + i_row.to(tl.int64) * width
-    _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
+    if p_table is not None:
+        # a row that ended keeps its last token, whatever it is; the clamp keeps the read inside the table
+        token = tl.where(used, tl.maximum(token, 0), 0).to(tl.int64)
+        p_to = p_residual + i_row.to(tl.int64) * width
+        _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
 
 
 @triton.jit
@@ -288,16 +290,16 @@ def _slices_together(n: int, width: int, slices: int) -> int:
 
 
 def begin_decode(
-    rows_batch_slot: Tensor, batch_slots: BatchState, table: Matrix, *, rows: Rows, residual: Tensor
+    rows_batch_slot: Tensor, batch_slots: BatchState, table: Matrix | None, *, rows: Rows, residual: Tensor
 ) -> None:
     """Starts a decode step: the rows from their batch slots, and the embedding of each row's token.
 
-    rows_batch_slot: int32 [N], the batch slot of each row, -1 for a row not in use; table: [V, H] in rows.
-    Writes rows and residual: float32 [N, H]. rows.drafts is read: a row behind others of its sequence has the
-    token that is drafted there, and is so many positions further. rows.angle_shift: where the batch slots
-    have one. A row not in use gets batch slot 0, state slot -1, position 0 and token 0. A row whose batch
-    slot is done keeps batch slot and position and gets state slot -1. Leaves out: a check of token ids
-    against the vocabulary. Raises KernelError for a table in panels, or in several formats.
+    rows_batch_slot: int32 [N], the batch slot of each row, -1 for a row not in use; table: [V, H] in rows;
+    None: residual stays. Writes rows and residual: float32 [N, H]. rows.drafts is read: a row behind others
+    of its sequence has the token that is drafted there, and is so many positions further. rows.angle_shift:
+    where the batch slots have one. A row not in use gets batch slot 0, state slot -1, position 0 and token 0.
+    A row whose batch slot is done keeps batch slot and position and gets state slot -1. Leaves out: a check
+    of token ids against the vocabulary. Raises KernelError for a table in panels, or in several formats.
     """
     n, width = residual.shape
     state = (batch_slots.last_token, batch_slots.position, batch_slots.state_slot, batch_slots.done)
@@ -308,23 +310,26 @@ def begin_decode(
         "angles of batch slots and rows, or of none",
     )
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
-    check("embed", rows_batch_slot.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
+    fits = rows_batch_slot.shape[0] == n and (table is None or table.k == width)
+    check("embed", fits, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
-    blocks, segment, cut = _cut(table)
+    blocks, codes, n_ids, cut = _cut(table)
     launch(
-        _begin_decode_kernel, (n, blocks), rows_batch_slot, *drafts, *state, batch_slots.angle_shift, address(segment),
-        rows.batch_slot, rows.state_slot, rows.position, rows.angle_shift, residual, segment.n, width,
+        _begin_decode_kernel, (n, blocks), rows_batch_slot, *drafts, *state, batch_slots.angle_shift, codes,
+        rows.batch_slot, rows.state_slot, rows.position, rows.angle_shift, residual, n_ids, width,
         DRAFTS=rows.drafts is not None, LANES=LANES, PIECES=pieces(width), **cut, num_warps=4,
     )
 
 
-def _cut(table: Matrix) -> tuple[int, Segment, dict[str, int]]:
-    """Programs that a row of a table takes, its segment, and the constants of the kernels."""
+def _cut(table: Matrix | None) -> tuple[int, Tensor | None, int, dict[str, int]]:
+    """Programs that a row of a table takes, its memory and rows, and the constants of the kernels."""
+    if table is None:
+        return 1, None, 0, {"BLOCK_K": LANES, **constants(WEIGHT_FORMATS["bf16"])}
     segment = table.whole
     check("embed", segment.layout == "rows", f"a table in rows; there is no kernel for {segment.format.name} in panels")
     block_k = k_block(segment.k, 256)
     programs = 1 if segment.format.codes == "bf16" else segment.k // block_k
-    return programs, segment, {"BLOCK_K": block_k, **constants(segment.format)}
+    return programs, address(segment), segment.n, {"BLOCK_K": block_k, **constants(segment.format)}
 
 
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor | None = None) -> None:
@@ -341,9 +346,9 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor |
     if pictures is not None:
         fits = pictures.dtype == torch.bfloat16 and pictures.shape[1] == width and pictures.is_contiguous()
         check("embed", fits, f"bfloat16 pictures [N, {width}]")
-    blocks, segment, cut = _cut(table)
+    blocks, codes, n_ids, cut = _cut(table)
     launch(
-        _embed_kernel, (n, blocks), token_ids, address(segment), pictures, residual, segment.n, width,
+        _embed_kernel, (n, blocks), token_ids, codes, pictures, residual, n_ids, width,
         LANES=LANES, PIECES=pieces(width), **cut, num_warps=4,
     )
 

@@ -11,7 +11,6 @@ import math
 from array import array
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from deltic.runtime.cpu.pictures import PictureTower
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import TextPlan
 from deltic.runtime.pools import Pools, RowsOf
+from deltic.runtime.stages import Neighbours
 
 
 def _layers_of(pages: Array, first: int, n_layers: int, heads: AttentionHeads, kv: KvFormat) -> Array:
@@ -56,27 +56,6 @@ def _index_of(pages: Array, shape: ModelShape) -> Array | None:
     size = shape.n_kv_layers, heads.page_rows, heads.dim
     index: Array = pages[:, first : first + math.prod(size) * 2].view(bfloat16)
     return index.reshape(len(pages), *size)
-
-
-class Neighbours(Protocol):
-    """The stages of other machines in front of a runner and behind it. Where one is lost all methods raise
-    RunnerLostError.
-    """
-
-    def begin(self, step: Step) -> None:
-        """Tells those behind of a step. Those in front have told of it here."""
-
-    def receive(self, rows: Array) -> None:
-        """Fills a step's rows of the residual, float32 [T, S H], with those of the stage in front."""
-
-    def pass_on(self, rows: Array) -> StepResult:
-        """Hands the rows to the stage behind. Returns what came of them."""
-
-    def end(self) -> None:
-        """The step is over here."""
-
-    def check(self) -> None:
-        """Looks whether those behind are there."""
 
 
 class Runner:
@@ -206,7 +185,8 @@ class Runner:
         if shape.draws:
             result = sampler.read(step)
         elif self.neighbours is not None:
-            result = self.neighbours.pass_on(rows)
+            self.neighbours.pass_on(rows)
+            result = self.neighbours.result()
         if (head := self.draft_head or self.block_drafter) is not None:
             result.guesses, result.guess_s = head.follow(step, result.tokens)
         if self.pools is not None:

@@ -183,7 +183,7 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     if plan.quantize is not None:
         codes.add(WEIGHT_FORMATS[plan.quantize].codes)
     more = {"group_begun": 4} if shape.index is not None and plan.tower is not None else None
-    shared, views = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate, more)
+    shared, views = _shared(plan, shape.vocab_size * shape.draws, MAX_LOGPROBS, allocate, more)
     drafts, windows = None, None
     if plan.n_draft_rows:
         drafts = Drafts(*(views[part] for part in ROWS[1:]))
@@ -217,7 +217,8 @@ def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
         adapters = adapter_buffers(shape, sizes, most, allocate, plan.n_shards)
     own = decode_rows(plan.n_decode_rows, drafts, plan.tower is not None, allocate)
     further = [] if drafter is None else matrix_sizes(drafter)
-    kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}
+    # nothing runs ahead of draws where other machines have layers
+    kept = {"n_kept": 0 if shape.model_layer_types else plan.max_num_seqs, "n_shards": plan.n_shards}
     decode = decode_buffers(shape, codes, own, plan.max_model_len, allocate, **kept)
     return GpuWorkspace(
         **shared,

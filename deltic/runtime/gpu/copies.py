@@ -1,5 +1,5 @@
 """Pages and states between a device and the host, for `Tiers`: copies through pinned memory, beside the
-steps.
+steps. And rows in steps, from and to other machines.
 
 The steps run on one stream, in order: a new owner of a page or state slot writes it after the old one. A copy
 for the tiers is not on that stream, so that it does not wait for unrelated steps. It waits for an event that
@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from deltic.engine.cache.tiers import MOVER, Bytes, Copies, Tiers
+from deltic.engine.step import Chunk
+from deltic.models.qwen.shape import ModelShape
+from deltic.ops.arrays import Array
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.runtime.gpu.record import Recording
 from deltic.runtime.plan import Plan
+from deltic.runtime.stages import Neighbours
 
 
 class Staging:
@@ -41,6 +47,58 @@ class Staging:
         if self.stream is not None:
             event = torch.cuda.Event()
             event.record()
+            event.synchronize()
+
+
+class StageRows:
+    """The residual's rows on their way from and to other machines, through memory that the GPU copies by
+    itself. Rows of decodes and of prefills are apart.
+    """
+
+    def __init__(self, shape: ModelShape, residuals: Sequence[Tensor]) -> None:
+        """residuals: float32, flat: of decodes, and of prefills."""
+        self._shape, self._residuals, self._is_gpu = shape, residuals, residuals[0].is_cuda
+        self._host = [torch.empty(len(rows), dtype=rows.dtype, pin_memory=self._is_gpu) for rows in residuals]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._leaving: list[tuple[Array, bool]] = []
+        """Rows that are on their way to the host, and whether they are of a prefill."""
+
+    def run(self, recording: Recording, chunks: Sequence[Chunk], n: int, neighbours: Neighbours) -> None:
+        """Starts a forward of n rows, among which are those of these chunks, all decodes or all prefills: of
+        what is in front, if others are. What it leaves is passed on before more is waited for.
+        """
+        width, of_prefill = self._shape.stream_size, not chunks[0].is_decode
+        rounded = [-(-chunk.length // PAGE_SIZE) * PAGE_SIZE if of_prefill else chunk.length for chunk in chunks]
+        n_used = sum(rounded) - rounded[-1] + chunks[-1].length  # of a prefill with what pads its blocks
+        host, residual = self._host[of_prefill][: n * width], self._residuals[of_prefill][: n * width]
+        rows = host.numpy()[: n_used * width]
+        if not self._shape.embeds:
+            self.pass_on(neighbours)
+            self._wait(of_prefill)  # of a step from which nothing was drawn nobody has
+            neighbours.receive(rows)
+            host[len(rows) :] = 0
+            self._copy(residual, host, of_prefill)
+        recording.run()
+        if not self._shape.draws:
+            self._copy(host[: len(rows)], residual[: len(rows)], of_prefill)
+            self._leaving.append((rows, of_prefill))
+
+    def pass_on(self, neighbours: Neighbours) -> None:
+        """Hands all rows that leave to the stage behind, once they are on the host."""
+        for rows, of_prefill in self._leaving:
+            self._wait(of_prefill)
+            neighbours.pass_on(rows)
+        self._leaving.clear()
+
+    def _copy(self, to: Tensor, rows: Tensor, of_prefill: bool) -> None:
+        to.copy_(rows, non_blocking=True)
+        if self._is_gpu:
+            self._copied[of_prefill] = event = torch.cuda.Event()
+            event.record()
+
+    def _wait(self, of_prefill: bool) -> None:
+        """Waits until the last copy from or to the host's rows is made."""
+        if (event := self._copied[of_prefill]) is not None:
             event.synchronize()
 
 

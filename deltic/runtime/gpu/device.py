@@ -26,6 +26,7 @@ from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
 from deltic.models.qwen.gpu_experts import outside_experts, slot_bytes
+from deltic.models.qwen.gpu_shards import place_of
 from deltic.models.qwen.gpu_streams import NGRAM_RING, reachable_table
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
@@ -42,7 +43,7 @@ from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.all_reduce import out_of_reach
 from deltic.ops.gpu.chip import free_bytes
 from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
-from deltic.ops.gpu.weight import DeviceStore, device_of, in_host
+from deltic.ops.gpu.weight import DeviceStore, in_host
 from deltic.runtime.gpu.adapters import adapter_bytes
 from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, meeting, n_patches
 from deltic.runtime.gpu.collect import collect
@@ -271,7 +272,7 @@ def text_runner(
         return ParallelRunner(plan, devices, weights, progress, vision, drafters)
     joined = None
     if plan.cuts:
-        workspace = gpu_workspace(plan, allocate_on(device_of(weights[0][0].lm_head)))
+        workspace = gpu_workspace(plan, allocate_on(place_of(weights[0][0])))
         joined = workspace, exchanges([workspace], plan.cuts)[0]
     return GpuTextRunner(plan, weights[0], progress, vision, joined, drafters[0] if drafters else None)
 

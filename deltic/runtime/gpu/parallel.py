@@ -42,6 +42,7 @@ from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
+from deltic.runtime.stages import Neighbours
 
 GRACE_S = 5.0
 """Seconds that a runner that has not failed may take to end, or to fail as well, once another has failed."""
@@ -94,6 +95,9 @@ def together(threads: Sequence[GpuThread], calls: Sequence[Callable[[], T]]) -> 
 
 class ParallelRunner:
     """The engine's runner of a model on several GPUs. Not thread-safe: one engine loop owns it."""
+
+    neighbours: Neighbours | None = None
+    """Neighbours that it has none of: a model on several machines has one GPU on each."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS, Workspace
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.prefill import PrefillBatch
-from deltic.runtime.gpu.record import Body, Recordings, Variant
+from deltic.runtime.gpu.record import Body, Recording, Recordings, Variant
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import Plan
 
@@ -242,7 +242,8 @@ class GpuRunner:
             prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
         result = self._read(step, results)
         if prefilled is not None:
-            result.prompt_logprobs, result.vectors = prefilled.prompt_logprobs, prefilled.vectors
+            result.prompt_logprobs |= prefilled.prompt_logprobs
+            result.vectors |= prefilled.vectors
         return result
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
@@ -272,13 +273,17 @@ class GpuRunner:
             variant = "adapted decode"
         elif self.plan.n_draft_rows and any(chunk.length > 1 or chunk.n_redo for chunk in chunks):
             variant = "drafted decode"
-        self.recordings.decode(n, max([chunk.start + chunk.length for chunk in chunks]), variant).run()
+        self._run(self.recordings.decode(n, max([chunk.start + chunk.length for chunk in chunks]), variant), chunks, n)
         return n
+
+    def _run(self, recording: Recording, chunks: list[Chunk], n: int) -> None:
+        """Starts a forward of n rows, some of which are these chunks'."""
+        recording.run()
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
         """A forward, and the draws behind it."""
         self._forward(chunks)
-        return self._results.send(*rows_of(chunks), "decode")
+        return self._send(*rows_of(chunks), "decode")
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         """Starts a prefill of these chunks and the draws behind them."""
@@ -286,8 +291,13 @@ class GpuRunner:
         self.batch_slots.flush()
         self._prefill_batch.send(n_blocks)
         has_adapters = any(step.chunks[i].sequence.adapter_slot >= 0 for i in prefills)
-        self.recordings.of("adapted prefill" if has_adapters else "prefill", n_blocks).run()
-        return self._results.send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
+        recording = self.recordings.of("adapted prefill" if has_adapters else "prefill", n_blocks)
+        self._run(recording, [step.chunks[i] for i in prefills], n_blocks * PAGE_SIZE)
+        return self._send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
+
+    def _send(self, rows: dict[Sequence, int], n: int, kind: str, guesses: Pending | None = None) -> Pending:
+        """Starts the way of n draws to the host (`ResultBuffers.send`)."""
+        return self._results.send(rows, n, kind, guesses)
 
     def _copy(self, step: Step) -> None:
         """States and pages of sequences that fork off a finished prompt."""

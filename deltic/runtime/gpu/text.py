@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
 from deltic.models.qwen.gpu_experts import outside_experts
-from deltic.models.qwen.gpu_shards import Exchange
+from deltic.models.qwen.gpu_shards import Exchange, place_of
 from deltic.models.qwen.gpu_streams import NGRAM_RING
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
@@ -36,19 +37,20 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import allocate_on
 from deltic.ops.gpu.sample import Draws
-from deltic.ops.gpu.weight import device_of
 from deltic.runtime.gpu.adapters import GpuAdapterMemory, open_adapters
 from deltic.runtime.gpu.ahead import Pending, ResultBuffers, Undrawn
 from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.block_drafter import GpuBlockDrafter
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
+from deltic.runtime.gpu.copies import StageRows
 from deltic.runtime.gpu.draft_head import DraftHead
 from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.prompt_logprobs import PromptScorer
-from deltic.runtime.gpu.record import Body, Recordings
+from deltic.runtime.gpu.record import Body, Recording, Recordings
 from deltic.runtime.gpu.runner import Bodies, GpuRunner, ends_thought, rows_of
 from deltic.runtime.plan import Plan, TextPlan
 from deltic.runtime.pools import Pools
+from deltic.runtime.stages import Neighbours
 
 
 class TextBodies(Bodies):
@@ -97,7 +99,7 @@ class TextBodies(Bodies):
         if plan.n_draft_rows:
             recordings.add_decodes("drafted decode", plan.n_decode_rows, self._drafted)
         super().add_decodes(recordings, plan)
-        for n in reversed(recordings.row_sizes):
+        for n in reversed(recordings.row_sizes if self._model.shape.draws else ()):
             recordings.add("draw", n, self._draw_body(n))
             recordings.add("late draw", n, self._late_draw_body(n))
         if self._head is not None:
@@ -115,6 +117,8 @@ class TextBodies(Bodies):
 
     def prefill(self, n_blocks: int, inputs: PrefillInputs, draws: Draws) -> Body:
         body, head = super().prefill(n_blocks, inputs, draws), self._head
+        if not self._model.shape.draws:
+            return lambda: self.prefill_logits(n_blocks, inputs)
         if head is None:
             return body
 
@@ -130,6 +134,8 @@ class GpuTextRunner(GpuRunner):
 
     plan: TextPlan
     workspace: GpuWorkspace
+    neighbours: Neighbours | None = None
+    """Neighbours of a stage, once it is ready."""
 
     def __init__(
         self,
@@ -144,7 +150,7 @@ class GpuTextRunner(GpuRunner):
         the model is cut, with the workspace that it is of.
         """
         shape, n, n_shards = plan.shape, plan.n_decode_rows, plan.n_shards
-        allocate = allocate_on(device_of(weights[0].lm_head))
+        allocate = allocate_on(place_of(weights[0]))
         # No sequence owns the last page: rows of padding are written there.
         page, page_type = page_layout(shape)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
@@ -197,6 +203,7 @@ class GpuTextRunner(GpuRunner):
         self._prompt_logprobs = PromptScorer(self.model, w.prefill, plan.n_real)
         self.pools = Pools() if shape.keeps_hidden else None
         self._ran_ahead: torch.cuda.Event | None = None
+        self._stage = StageRows(shape, (w.decode.residual, w.prefill.residual)) if shape.model_layer_types else None
         self._n_guesses: dict[Sequence, int] = {}
         """Guesses of this step that are wanted for each sequence."""
         self.tower: PictureTower | None = None
@@ -211,18 +218,21 @@ class GpuTextRunner(GpuRunner):
         bodies = TextBodies(self.model, w, self.memory, self._undrawn, head, plan.n_real)
         self._record(bodies, progress, are_replayed=plan.n_gpus > 1)
         self.info = self._make_info(None if vision is None else vision[1])
+        if shape.model_layer_types:  # nothing runs ahead, since other machines compute in between
+            self.info = msgspec.structs.replace(self.info, n_lookahead=0)
 
     def walk(self) -> None:
         """Starts what is not recorded, on whatever is in the buffers: log-probabilities of prompts, for every
         number of rows, what the tower does, and copies beside the steps.
         """
         with torch.cuda.stream(self.stream):
-            self._prompt_logprobs.walk(self.plan.max_step_tokens // PAGE_SIZE, self.plan.adapters.n > 0)
+            if self.plan.shape.draws:
+                self._prompt_logprobs.walk(self.plan.max_step_tokens // PAGE_SIZE, self.plan.adapters.n > 0)
             if self.tower is not None:
                 self.tower.walk()
             if self.is_gpu:
                 for part in (*self._pages, *self._states, self._undrawn.logits):  # as forks and late draws do
-                    part[-1].copy_(part[0])
+                    part[-1:].copy_(part[:1])
                 with self.batch_slots.beside:
                     self._undrawn.send([], [], [])
                 torch.cuda.current_stream().synchronize()
@@ -230,14 +240,34 @@ class GpuTextRunner(GpuRunner):
     # A step.
 
     def _step(self, step: Step) -> StepResult:
+        if self.neighbours is not None:
+            self.neighbours.begin(step)
         guided = []
-        for draw in step.draws:
+        for draw in step.draws if self.plan.shape.draws else ():
             guide = draw.sequence.guide
             if guide is not None:
                 guided.append((draw.sequence, step.chunks[draw.chunk].rules or [Rule.of(guide)]))
         self.batch_slots.put_guides(guided)
         self._n_guesses = {draw.sequence: draw.n_guesses for draw in step.draws if draw.n_guesses}
-        return super()._step(step)
+        result = super()._step(step)
+        if self.neighbours is not None:
+            self.neighbours.end()
+        return result
+
+    def _following(self, step: Step) -> list[Chunk]:
+        """Finds what to start ahead, as for any model; of a stage nothing, since other machines draw."""
+        return [] if self.plan.shape.model_layer_types else super()._following(step)
+
+    def _run(self, recording: Recording, chunks: list[Chunk], n: int) -> None:
+        if self._stage is None or self.neighbours is None:
+            super()._run(recording, chunks, n)
+        else:
+            self._stage.run(recording, chunks, n, self.neighbours)
+
+    def _send(self, rows: dict[Sequence, int], n: int, kind: str, guesses: Pending | None = None) -> Pending:
+        if not self.plan.shape.draws:
+            return Pending({}, self._undrawn.draws[:0])
+        return super()._send(rows, n, kind, guesses)
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
         late: dict[Sequence, int] = {}
@@ -272,7 +302,8 @@ class GpuTextRunner(GpuRunner):
         n = self._forward(chunks)
         rows, n_rows = rows_of(chunks)
         guesses = None
-        self.recordings.of("draw", n).run()
+        if self.plan.shape.draws:
+            self.recordings.of("draw", n).run()
         if self.draft_head is not None:
             n_guesses = max(self._n_guesses.values(), default=0)
             self.draft_head.run(n, n_guesses)
@@ -280,7 +311,7 @@ class GpuTextRunner(GpuRunner):
                 guesses = self.draft_head.send(rows, n_rows, n_guesses)
         elif self.block_drafter is not None:
             guesses = self.block_drafter.run(rows, n_rows)
-        return self._results.send(rows, n_rows, "decode", guesses)
+        return self._send(rows, n_rows, "decode", guesses)
 
     def _start_ahead(self, chunks: list[Chunk]) -> None:
         """Starts only the forward, where one of the chunks draws with a mask that is not known yet."""
@@ -302,12 +333,19 @@ class GpuTextRunner(GpuRunner):
         self._undrawn.take(sequence)
 
     def is_busy(self) -> bool:
-        """Returns whether the forward that runs ahead is not over."""
+        """Returns whether the forward that runs ahead is not over. Raises RunnerLostError where a machine
+        that has some of the layers is gone.
+        """
+        if self.neighbours is not None:
+            self.neighbours.check()
         return self._ran_ahead is not None and not self._ran_ahead.query()
 
     # Log-probabilities.
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
+        if self._stage is not None and self.neighbours is not None and not self.plan.shape.draws:
+            self._stage.pass_on(self.neighbours)
+            return self.neighbours.result()
         result = super()._read(step, results)
         head = self.draft_head or self.block_drafter
         if head is not None:
@@ -331,7 +369,7 @@ class GpuTextRunner(GpuRunner):
         if self.pools is not None:
             pending.vectors = self.pools.follow(step, partial(self._hidden_of, step, prefills))
         for i in prefills:
-            if step.chunks[i].prompt_logprobs:
+            if step.chunks[i].prompt_logprobs and self.plan.shape.draws:
                 ends, n_blocks = self._prefill_batch.layout(step, prefills)
                 chunk = step.chunks[i]
                 pending.prompt_logprobs[i] = self._prompt_logprobs.of(chunk, ends[i] - chunk.length + 1, n_blocks)
