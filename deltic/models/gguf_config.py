@@ -71,7 +71,16 @@ _TOWER_SIZES = {
 }
 """Integers: the names of config.json, and what follows the architecture in the metadata."""
 
-_KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | _FLASH_SIZES | {
+_YARN = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.yarn_attn_factor",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+"""Fields of scaled positions: the same."""
+
+_KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | _FLASH_SIZES | _YARN | {
     "indexer_compress_ratio": "attention.compress_ratios",
     "ple_layer_ids": "ple.layers",
     "ple_embed_dim": "embedding_length_per_layer_input",
@@ -84,11 +93,6 @@ _KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | _FLASH_SIZES | {
     "rope_theta": "rope.freq_base",
     "partial_rotary_factor": "rope.dimension_count",
     "mrope_section": "rope.dimension_sections",
-    "factor": "rope.scaling.factor",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-    "attention_factor": "rope.scaling.yarn_attn_factor",
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
 """Fields that a refusal may name."""
 
@@ -334,14 +338,9 @@ def _rope(fields: _Fields) -> dict[str, object]:
     if fields.get("rope.scaling.type") == "yarn":
         for key, allowed in {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
             fields.only(f"rope.scaling.{key}", allowed)
-        rope |= {
-            "rope_type": "yarn",
-            "factor": fields.get("rope.scaling.factor"),
-            "original_max_position_embeddings": fields.get("rope.scaling.original_context_length"),
-            "attention_factor": fields.get("rope.scaling.yarn_attn_factor", fields.get("rope.scaling.attn_factor")),
-            "beta_fast": fields.get("rope.scaling.yarn_beta_fast"),
-            "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),
-        }
+        rope |= {"rope_type": "yarn"} | {name: fields.get(key) for name, key in _YARN.items()}
+        if rope["attention_factor"] is None:  # of older files
+            rope["attention_factor"] = fields.get("rope.scaling.attn_factor")
     return rope
 
 

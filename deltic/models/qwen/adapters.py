@@ -40,6 +40,11 @@ EMBEDDING = "embed"
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ADVICE = "train or download the adapter again"
+_REFUSED = (
+    *("lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora"),
+    *("monteclora_config", "velora_config", "kasa_config", "arrow_config"),
+)
+"""Fields of a configuration that, where they are set, change what an adapter computes."""
 _SHOWN = 5
 """Names in an error."""
 _MOST_SCALE, _MOST_ALPHA = 1e6, 1e9
@@ -244,18 +249,9 @@ def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, object]:
     refused = {
         "DoRA (use_dora)": config.get("use_dora"),
         "bias": config.get("bias") not in (None, "none"),
-        "lora_bias": config.get("lora_bias"),
-        "fan_in_fan_out": config.get("fan_in_fan_out"),
         "modules_to_save: merge them into the model": config.get("modules_to_save"),
-        "layer_replication": config.get("layer_replication"),
-        "trainable_token_indices": config.get("trainable_token_indices"),
         "alora_invocation_tokens (activated LoRA)": config.get("alora_invocation_tokens"),
-        "use_qalora": config.get("use_qalora"),
-        "use_bdlora": config.get("use_bdlora"),
-        "monteclora_config": config.get("monteclora_config"),
-        "velora_config": config.get("velora_config"),
-        "kasa_config": config.get("kasa_config"),
-        "arrow_config": config.get("arrow_config"),
+        **{name: config.get(name) for name in _REFUSED},
         f"init_lora_weights={init}, which changes the model: save the adapter converted": changes,
     }
     for what, is_set in refused.items():

@@ -143,23 +143,12 @@ class SpeechIds:
     codec_think_eos: int = 2157
 
 
-_TEXT_IDS = {
-    "im_start": "im_start_token_id",
-    "im_end": "im_end_token_id",
-    "assistant": "assistant_token_id",
-    "tts_pad": "tts_pad_token_id",
-    "tts_bos": "tts_bos_token_id",
-    "tts_eos": "tts_eos_token_id",
-}
+_TEXT_IDS = {name: f"{name}_token_id" for name in ("im_start", "im_end", "assistant", "tts_pad", "tts_bos", "tts_eos")}
 _CODEC_IDS = {
-    "codec_pad": "codec_pad_id",
-    "codec_bos": "codec_bos_id",
-    "codec_eos": "codec_eos_token_id",
-    "codec_think": "codec_think_id",
-    "codec_nothink": "codec_nothink_id",
-    "codec_think_bos": "codec_think_bos_id",
-    "codec_think_eos": "codec_think_eos_id",
-}
+    name: f"{name}_id"
+    for name in ("codec_pad", "codec_bos", "codec_think", "codec_nothink", "codec_think_bos", "codec_think_eos")
+} | {"codec_eos": "codec_eos_token_id"}
+"""Fields of config.json, and of its talker_config, that say the ids."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,12 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if kernels run in Triton's interpreter, on the CPU. Decided when Triton is imported."""
 
 
+def _lever(text: str, *, default: bool = True, exact: bool = True) -> bool:
+    """Declares a lever. text: what it does, for people; exact: whether it leaves every bit as it is."""
+    field: bool = dataclasses.field(default=default, metadata={"text": text, "exact": exact})
+    return field
+
+
 @dataclass(frozen=True)
 class Levers:
     """Every optimisation that can be switched for a measurement. The defaults are what is served.
@@ -44,31 +50,15 @@ class Levers:
     `bound`.
     """
 
-    graphs: bool = dataclasses.field(default=True, metadata={"text": "replay recorded steps", "exact": True})
-    run_ahead: bool = dataclasses.field(
-        default=True, metadata={"text": "start the next decode before the last one was read", "exact": True}
-    )
-    pdl: bool = dataclasses.field(
-        default=True, metadata={"text": "start a kernel before the one in front ends", "exact": True}
-    )
-    split_k: bool = dataclasses.field(
-        default=True, metadata={"text": "narrow projections split along K", "exact": False}
-    )
-    silu_epilogue: bool = dataclasses.field(
-        default=True, metadata={"text": "SwiGLU gate inside gate_up", "exact": True}
-    )
-    hopper: bool = dataclasses.field(
-        default=True, metadata={"text": "multiply by hopper.cu where it is faster", "exact": True}
-    )
-    fused_sums: bool = dataclasses.field(
-        default=True, metadata={"text": "sums over GPUs inside the norm", "exact": True}
-    )
-    peer: bool = dataclasses.field(
-        default=True, metadata={"text": "GPUs write to each other's memory, not to the host's", "exact": True}
-    )
-    deep_codes: bool = dataclasses.field(
-        default=False, metadata={"text": "more blocks of codes on their way for few rows", "exact": True}
-    )
+    graphs: bool = _lever("replay recorded steps")
+    run_ahead: bool = _lever("start the next decode before the last one was read")
+    pdl: bool = _lever("start a kernel before the one in front ends")
+    split_k: bool = _lever("narrow projections split along K", exact=False)
+    silu_epilogue: bool = _lever("SwiGLU gate inside gate_up")
+    hopper: bool = _lever("multiply by hopper.cu where it is faster")
+    fused_sums: bool = _lever("sums over GPUs inside the norm")
+    peer: bool = _lever("GPUs write to each other's memory, not to the host's")
+    deep_codes: bool = _lever("more blocks of codes on their way for few rows", default=False)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
