@@ -375,13 +375,9 @@ def _holds_weights(file: str) -> bool:
 
 def _sketch(name: str, path: str, commit: str, n_bytes: int, target: Path) -> None:
     """Writes a file as `outline` has it. Raises DownloadFailed, and what the library does."""
-    from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
-    url, headers = hf_hub_url(name, path, revision=commit), build_hf_headers()
-    headers["Accept-Encoding"] = "identity"
+    url, headers = _address(name, path, commit)
 
     def get(begin: int, end: int) -> bytes:
         if begin >= (end := min(end, n_bytes)):
@@ -407,6 +403,15 @@ def _sketch(name: str, path: str, commit: str, n_bytes: int, target: Path) -> No
             for begin, end in _deciding(start, target.parent):
                 out.seek(begin)
                 out.write(get(begin, end))
+
+
+def _address(name: str, path: str, commit: str) -> tuple[str, dict[str, str]]:
+    """The address of a file, and the headers with which ranges of what is stored are asked for."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+    return hf_hub_url(name, path, revision=commit), build_hf_headers() | {"Accept-Encoding": "identity"}
 
 
 class _Bounded(io.BytesIO):
@@ -531,13 +536,9 @@ def _get(part: Part, name: str, commit: str, half: Path) -> int:
 
     Returns how many bytes were there before. Raises what the library does, OSError.
     """
-    from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
-    url, headers = hf_hub_url(name, part.name, revision=commit), build_hf_headers()
-    headers["Accept-Encoding"] = "identity"  # a range of what is stored
+    url, headers = _address(name, part.name, commit)
     rest: dict[str, Any] = {"headers": headers, "expected_size": part.total_bytes, "displayed_filename": part.name}
     with _Counted(io.FileIO(half, "a")) as file:
         n_old = file.tell() if file.tell() <= part.total_bytes else file.seek(file.truncate(0))

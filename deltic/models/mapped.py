@@ -109,9 +109,9 @@ class MappedFiles:
         return np.asarray(flat.view(DTYPES[header.dtype]).reshape(header.shape))
 
 
-def map_at_random(header: Header) -> Array:
-    """The bytes of a tensor, uint8, mapped by themselves and not read: what is touched is read, and nothing
-    around it. Raises CheckpointError if the file cannot be read.
+def map_at_random(header: Header) -> tuple[mmap.mmap, Array]:
+    """The file, and the bytes of a tensor in it, uint8, mapped by themselves and not read: what is touched is
+    read, and nothing around it. Raises CheckpointError if the file cannot be read.
     """
     begin = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
@@ -120,4 +120,4 @@ def map_at_random(header: Header) -> Array:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{header.file}: cannot be read ({error}); {mending(header.file)}") from error
     mapped.madvise(mmap.MADV_RANDOM)  # else a row of 320 bytes reads 128 kB
-    return np.frombuffer(mapped, np.uint8, header.end - header.begin, header.begin - begin)
+    return mapped, np.frombuffer(mapped, np.uint8, header.end - header.begin, header.begin - begin)

@@ -317,7 +317,7 @@ def map_parts(
     total, done = sum(n_bytes for name, (_, n_bytes) in placed.items() if name not in left), 0
     for name, (header, n_bytes) in placed.items():
         if name in left:
-            mapped[name] = map_at_random(header)[:n_bytes]
+            mapped[name] = map_at_random(header)[1][:n_bytes]
             continue
         stored = files.read(header)
         mapped[name] = stored[:n_bytes]

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from deltic.models.fields import CheckpointError, mending
+from deltic.models.fields import CheckpointError
 from deltic.models.files import read_headers
 from deltic.models.gguf import QUANTISED, is_gguf, open_gguf
 from deltic.models.gguf_blocks import decoded
-from deltic.models.mapped import DTYPES, Header, MappedFiles
+from deltic.models.mapped import DTYPES, Header, MappedFiles, map_at_random
 from deltic.models.qwen.ngrams import NgramShape
 from deltic.ops.arrays import Array, bfloat16, copy
 
@@ -202,13 +202,7 @@ def _headers_of(path: Path, layer: int) -> dict[str, Header]:
 
 def _mapped(header: Header) -> tuple[mmap.mmap, Array]:
     """A file, mapped for reading here and there, and the rows of a tensor in it."""
-    try:
-        with header.file.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # else a row of 320 bytes reads 128 kB
-        flat = np.frombuffer(mapped, np.uint8, header.end - header.begin, header.begin)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{header.file}: cannot be read ({error}); {mending(header.file)}") from error
+    mapped, flat = map_at_random(header)
     rows = flat.reshape(header.shape[0], -1)
     return mapped, rows if header.dtype in QUANTISED else np.asarray(rows.view(DTYPES[header.dtype]))
 
