@@ -49,6 +49,21 @@ def rotary_frequencies(n: int, theta: float, yarn: YarnScaling | None) -> list[f
     return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
 
 
+def rope_fields(text: Mapping[str, object], *names: str) -> dict[str, object]:
+    """Reads the fields of the rotation from wherever a config keeps them: in rope_scaling, in
+    rope_parameters, or flat, those of these names, as older and re-saved files do. Raises
+    UnsupportedModelError.
+    """
+    fields = {name: text[name] for name in names if text.get(name) is not None}
+    for group in ("rope_scaling", "rope_parameters"):
+        if (value := text.get(group)) is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise UnsupportedModelError(group, value, "an object")
+        fields |= {key: said for key, said in value.items() if said is not None}
+    return fields
+
+
 def n_positions(made_for: int, yarn: YarnScaling | None) -> int:
     """Positions of a model that was made for so many."""
     return made_for if yarn is None else max(made_for, int(yarn.factor * yarn.original_max_position_embeddings))
@@ -62,7 +77,7 @@ def yarn_scaling(rope: Mapping[str, object], max_positions: int) -> YarnScaling 
     if kind != "yarn":
         raise UnsupportedModelError("rope_type", kind, "default or yarn")
     factor, theta = positive_float(rope, "factor"), positive_float(rope, "rope_theta", 1e6)
-    refuse_limits([("rope_theta", theta, theta > 1.0, "over 1 with YaRN")])
+    refuse_limits(("rope_theta", theta, theta > 1.0, "over 1 with YaRN"))
 
     def attention_scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

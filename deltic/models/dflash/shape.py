@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from deltic.models.fields import (
     MAX_LAYERS,
     UnsupportedModelError,
-    json_table,
     only,
     positive_float,
     positive_int,
@@ -26,7 +25,7 @@ from deltic.models.fields import (
     refuse_limits,
 )
 from deltic.models.qwen.shape import FULL_ATTENTION, ModelShape
-from deltic.models.yarn import YarnScaling, rotary_frequencies, yarn_scaling
+from deltic.models.yarn import YarnScaling, rope_fields, rotary_frequencies, yarn_scaling
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHeads
 
 if TYPE_CHECKING:
@@ -246,14 +245,9 @@ def _kind(config: Mapping[str, object]) -> str:
 
 
 def _rope(text: Mapping[str, object]) -> dict[str, object]:
-    """Fields of the rotation, which stand at the top, in rope_scaling or in rope_parameters."""
-    rope = {name: text.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    for name in ("rope_scaling", "rope_parameters"):
-        fields = json_table(text, name) if text.get(name) is not None else {}
-        by_type = [key for key, value in fields.items() if isinstance(value, Mapping)]
-        refuse_limits([(name, by_type, not by_type, "one rotation for all layers")])
-        rope |= {key: value for key, value in fields.items() if value is not None}
-    rope = {key: value for key, value in rope.items() if value is not None}
+    rope = rope_fields(text, "rope_theta", "partial_rotary_factor")
+    by_type = [key for key, value in rope.items() if isinstance(value, Mapping)]
+    refuse_limits([("rope_parameters", by_type, not by_type, "one rotation for all layers")])
     only({"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}, "partial_rotary_factor", (1.0,))
     return rope
 

@@ -32,7 +32,7 @@ from deltic.models.fields import (
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document, naming
 from deltic.models.qwen.ngrams import NgramShape, read_ngrams
-from deltic.models.yarn import SCALING_FIELDS, YarnScaling, n_positions, rotary_frequencies, yarn_scaling
+from deltic.models.yarn import SCALING_FIELDS, YarnScaling, n_positions, rope_fields, rotary_frequencies, yarn_scaling
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads, IndexHeads
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat
 
@@ -162,7 +162,7 @@ class ModelShape:
         _refuse_variants(family, text)
 
         head_dim = positive_int(text, "head_dim")
-        rope = _rope_fields(text)
+        rope = rope_fields(text, "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
         rotary_dim = int(head_dim * positive_float(rope, "partial_rotary_factor", 0.25))
         max_positions = positive_int(text, "max_position_embeddings")
         yarn = yarn_scaling(rope, max_positions)
@@ -480,23 +480,6 @@ def _layer_types(family: str, text: Mapping[str, object]) -> tuple[str, ...]:
     if set(types) != set(known):
         raise UnsupportedModelError("layer_types", sorted(set(types)), "a hybrid, with layers of both types")
     return tuple(types)
-
-
-def _rope_fields(text: Mapping[str, object]) -> dict[str, object]:
-    """The rotary fields from wherever this file keeps them: older and re-saved files leave them flat."""
-    fields = {
-        name: text[name]
-        for name in ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-        if text.get(name) is not None
-    }
-    for group in ("rope_scaling", "rope_parameters"):
-        value = text.get(group)
-        if value is None:
-            continue
-        if not isinstance(value, Mapping):
-            raise UnsupportedModelError(group, value, "an object")
-        fields.update({k: v for k, v in value.items() if v is not None})
-    return fields
 
 
 def _mrope_section(rope: Mapping[str, Any], rotary_dim: int) -> tuple[int, ...] | None:
