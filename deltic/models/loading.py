@@ -29,7 +29,7 @@ from deltic.models.fields import CheckpointError
 from deltic.models.stored import StoredTensor, one_name
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, raw, zeros
 from deltic.ops.formats import BLOCK_ROWS, WEIGHT_FORMATS, Quantised, WeightFormat
-from deltic.ops.geometry import DeviceArray
+from deltic.ops.geometry import AttentionHeads, DeviceArray
 from deltic.ops.matrix import PANEL, Layout, Matrix, Segment
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -69,6 +69,19 @@ class Mlp:
 
     gate_up: Matrix  # [2F, H]
     down: Matrix  # [H, F]
+
+
+@dataclass
+class QwenLayer:
+    """A Qwen3 layer. `qkv` rows: all query heads | k heads | v heads."""
+
+    input_norm: DeviceArray  # [H] f32, zero-centred, as all of them
+    qkv: Matrix  # [(nq + 2 nk) d, H]
+    q_norm: DeviceArray  # [d] f32
+    k_norm: DeviceArray  # [d] f32
+    o_proj: Matrix  # [H, nq d]
+    post_norm: DeviceArray  # [H] f32
+    mlp: Mlp
 
 
 class Share(NamedTuple):
@@ -374,6 +387,23 @@ class Declaration:
         return Mlp(
             gate_up=self.matrix(h, Stored(f"{p}gate_proj.weight", (width,)), Stored(f"{p}up_proj.weight", (width,))),
             down=self.matrix(width, Stored(f"{p}down_proj.weight", (h,)), role=down),
+        )
+
+    def norm(self, name: str, size: int) -> object:
+        """A norm that is stored as 1 and more: float32 [size], zero-centred."""
+        return self.vector(name, size, minus=1.0)
+
+    def layer(self, p: str, h: int, heads: AttentionHeads, width: int, down: Role) -> QwenLayer:
+        """A Qwen3 layer under the prefix p, with a feed-forward of this width; down: as of `mlp`."""
+        q, kv, m = heads.n_q * heads.dim, heads.n_kv * heads.dim, f"{p}self_attn."
+        return QwenLayer(
+            input_norm=self.norm(f"{p}input_layernorm.weight", h),
+            qkv=self.matrix(h, *(Stored(f"{m}{x}_proj.weight", (n,)) for x, n in (("q", q), ("k", kv), ("v", kv)))),
+            q_norm=self.norm(f"{m}q_norm.weight", heads.dim),
+            k_norm=self.norm(f"{m}k_norm.weight", heads.dim),
+            o_proj=self.matrix(q, Stored(f"{m}o_proj.weight", (h,))),
+            post_norm=self.norm(f"{p}post_attention_layernorm.weight", h),
+            mlp=self.mlp(f"{p}mlp.", width, h, down),
         )
 
 

@@ -12,7 +12,18 @@ import numpy as np
 
 from deltic.models.dflash.shape import DrafterShape
 from deltic.models.files import Skipped, check_plan, open_tensors
-from deltic.models.loading import COUNTED, HOST, Counted, Declaration, Mlp, Parts, Store, Stored, copy_parts, fill_dummy
+from deltic.models.loading import (
+    COUNTED,
+    HOST,
+    Counted,
+    Declaration,
+    Parts,
+    QwenLayer,
+    Store,
+    Stored,
+    copy_parts,
+    fill_dummy,
+)
 from deltic.models.stored import StoredTensor, formats_of
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import DeviceArray
@@ -36,16 +47,9 @@ class BlockConv:
 
 
 @dataclass
-class DrafterLayer:
-    """A Qwen3 layer. `qkv` rows: all query heads | k heads | v heads."""
+class DrafterLayer(QwenLayer):
+    """A Qwen3 layer, in DFlash 2 with convolutions around its mixer and its feed-forward."""
 
-    input_norm: DeviceArray  # [H] f32, zero-centred, as all of them
-    qkv: Matrix  # [(nq + 2 nk) d, H]
-    q_norm: DeviceArray  # [d] f32
-    k_norm: DeviceArray  # [d] f32
-    o_proj: Matrix  # [H, nq d]
-    post_norm: DeviceArray  # [H] f32
-    mlp: Mlp
     attn_conv: BlockConv | None = None
     mlp_conv: BlockConv | None = None
 
@@ -93,9 +97,9 @@ def declare_drafter(d: Declaration, shape: DrafterShape) -> DrafterWeights:
     h, rank = shape.hidden_size, shape.selector_rank or shape.markov_rank
     weights = DrafterWeights(
         fc=d.matrix(len(shape.target_layer_ids) * h, Stored("fc.weight", (h,))),
-        hidden_norm=d.vector("hidden_norm.weight", h, minus=1.0),
+        hidden_norm=d.norm("hidden_norm.weight", h),
         layers=[_declare_layer(d, shape, f"layers.{i}.") for i in range(shape.n_layers)],
-        norm=d.vector("norm.weight", h, minus=1.0),
+        norm=d.norm("norm.weight", h),
     )
     if shape.selector_rank:
         s = "candidate_selector."
@@ -116,19 +120,12 @@ def declare_drafter(d: Declaration, shape: DrafterShape) -> DrafterWeights:
 
 
 def _declare_layer(d: Declaration, shape: DrafterShape, p: str) -> DrafterLayer:
-    h, m, dim = shape.hidden_size, f"{p}self_attn.", shape.head_dim
-    q, kv = shape.n_q_heads * dim, shape.n_kv_heads * dim
-    return DrafterLayer(
-        input_norm=d.vector(f"{p}input_layernorm.weight", h, minus=1.0),
-        qkv=d.matrix(h, *(Stored(f"{m}{name}_proj.weight", (n,)) for name, n in (("q", q), ("k", kv), ("v", kv)))),
-        q_norm=d.vector(f"{m}q_norm.weight", dim, minus=1.0),
-        k_norm=d.vector(f"{m}k_norm.weight", dim, minus=1.0),
-        o_proj=d.matrix(q, Stored(f"{m}o_proj.weight", (h,))),
-        post_norm=d.vector(f"{p}post_attention_layernorm.weight", h, minus=1.0),
-        mlp=d.mlp(f"{p}mlp.", shape.intermediate_size, h, "plain"),
-        attn_conv=_declare_conv(d, shape, f"{p}attention_conv.") if shape.conv_taps else None,
-        mlp_conv=_declare_conv(d, shape, f"{p}mlp_conv.") if shape.conv_taps else None,
-    )
+    plain = d.layer(p, shape.hidden_size, shape.heads, shape.intermediate_size, "plain")
+    layer = DrafterLayer(**vars(plain))
+    if shape.conv_taps:
+        layer.attn_conv = _declare_conv(d, shape, f"{p}attention_conv.")
+        layer.mlp_conv = _declare_conv(d, shape, f"{p}mlp_conv.")
+    return layer
 
 
 def _declare_conv(d: Declaration, shape: DrafterShape, p: str) -> BlockConv:

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.fields import at_most, multiple, one_of, refuse_limits
+from deltic.models.loading import QwenLayer
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
-from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
+from deltic.models.tts.weights import Decoder, Projection, SpeechWeights
 from deltic.ops.arrays import front
 from deltic.ops.geometry import N_CODES, Allocate, AttentionWeights
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
@@ -51,7 +52,7 @@ from deltic.ops.gpu.norm import add_norm
 from deltic.ops.gpu.weight import to_device
 from deltic.ops.kv_formats import KvPages
 
-Attend = Callable[[int, DecoderLayer, Tensor, Tensor], None]
+Attend = Callable[[int, QwenLayer, Tensor, Tensor], None]
 
 TEXTS_AT_ONCE = 4096
 """Texts that are projected at once, at load."""
@@ -246,7 +247,7 @@ class TtsGpu:
         heads, cos_sin = d.heads, self.talker_angles
         step: dict[str, Any] = {"rows": rows, "scratch": b.attention, "max_len": max_len}
 
-        def attend(i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor) -> None:
+        def attend(i: int, layer: QwenLayer, proj: Tensor, mixed: Tensor) -> None:
             weights = AttentionWeights(layer.q_norm, layer.k_norm, d.rms_norm_eps, *cos_sin)
             cache = KvPages(memory.pages[:, i], table=batch.page_table)
             attention_decode(proj, heads, weights, cache=cache, out=Operand(mixed), **step)
@@ -283,7 +284,7 @@ class TtsGpu:
         for step in range(1, N_CODES):
 
             def attend(
-                i: int, layer: DecoderLayer, proj: Tensor, mixed: Tensor, first: int = step if step > 1 else 0
+                i: int, layer: QwenLayer, proj: Tensor, mixed: Tensor, first: int = step if step > 1 else 0
             ) -> None:
                 weights, pages = AttentionWeights(layer.q_norm, layer.k_norm, eps, *cos_sin), b.code_pages[:, i]
                 code_attention(proj, heads, weights, first, state_slot=rows.state_slot, pages=pages, out=mixed)

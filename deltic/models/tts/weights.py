@@ -18,9 +18,9 @@ from deltic.models.loading import (
     COUNTED,
     HOST,
     Declaration,
-    Mlp,
     Parts,
     Progress,
+    QwenLayer,
     Role,
     Store,
     Stored,
@@ -39,21 +39,8 @@ _PREDICTOR = "talker.code_predictor."
 
 
 @dataclass
-class DecoderLayer:
-    """A Qwen3 layer. `qkv` rows: query heads | k heads | v heads."""
-
-    input_norm: DeviceArray  # [H] f32, zero-centred
-    qkv: Matrix  # [(nq + 2 nk) d, H]
-    q_norm: DeviceArray  # [d] f32, zero-centred
-    k_norm: DeviceArray  # [d] f32, zero-centred
-    o_proj: Matrix  # [H, nq d]
-    post_norm: DeviceArray  # [H] f32, zero-centred
-    mlp: Mlp
-
-
-@dataclass
 class Decoder(Parts):
-    layers: list[DecoderLayer]
+    layers: list[QwenLayer]
     norm: DeviceArray  # [H] f32, zero-centred
 
 
@@ -139,33 +126,14 @@ def _declare_projection(d: Declaration, p: str, n: int, k: int, role: Role) -> P
 
 
 def _declare_decoder(d: Declaration, p: str, shape: DecoderShape) -> Decoder:
-    last = shape.n_layers - 1
+    h, inner, last = shape.hidden_size, shape.intermediate_size, shape.n_layers - 1
     return Decoder(
-        norm=_declare_norm(d, f"{p}norm.weight", shape.hidden_size),
+        norm=d.norm(f"{p}norm.weight", h),
         layers=[
-            _declare_layer(d, f"{p}layers.{i}.", shape, "sensitive" if i == last else "plain")
+            d.layer(f"{p}layers.{i}.", h, shape.heads, inner, "sensitive" if i == last else "plain")
             for i in range(shape.n_layers)
         ],
     )
-
-
-def _declare_layer(d: Declaration, p: str, shape: DecoderShape, down: Role) -> DecoderLayer:
-    h, q, kv, m = shape.hidden_size, shape.q_rows, shape.n_kv_heads * shape.head_dim, f"{p}self_attn."
-    return DecoderLayer(
-        input_norm=_declare_norm(d, f"{p}input_layernorm.weight", h),
-        post_norm=_declare_norm(d, f"{p}post_attention_layernorm.weight", h),
-        qkv=d.matrix(
-            h, Stored(f"{m}q_proj.weight", (q,)), Stored(f"{m}k_proj.weight", (kv,)), Stored(f"{m}v_proj.weight", (kv,))
-        ),
-        q_norm=_declare_norm(d, f"{m}q_norm.weight", shape.head_dim),
-        k_norm=_declare_norm(d, f"{m}k_norm.weight", shape.head_dim),
-        o_proj=d.matrix(q, Stored(f"{m}o_proj.weight", (h,))),
-        mlp=d.mlp(f"{p}mlp.", shape.intermediate_size, h, down),
-    )
-
-
-def _declare_norm(d: Declaration, name: str, size: int) -> object:
-    return d.vector(name, size, minus=1.0)
 
 
 def check_speech(directory: Path, d: Declaration) -> tuple[dict[str, StoredTensor], list[str]]:
