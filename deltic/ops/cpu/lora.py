@@ -18,7 +18,7 @@ import numpy as np
 from deltic.ops.arrays import Array, bfloat16, raw
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import Allocate, up_to
 from deltic.ops.matrix import PANEL
 
 MAX_TERMS = 4
@@ -110,7 +110,7 @@ class LoraScratch:
 
 def lora_scratch(n_rows: int, widest: int, rank: int, allocate: Allocate) -> LoraScratch:
     """widest: of the inputs' widths; rank: the largest of one term."""
-    most = MAX_TERMS * padded(rank, _RANK)
+    most = MAX_TERMS * up_to(rank, _RANK)
     return LoraScratch(
         packed=allocate("adapters' rows in", (n_rows * max(widest, most) * 2,), np.uint8),
         u=allocate("adapters' sums", (n_rows, most), np.float32),
@@ -160,20 +160,16 @@ def lora_embed(
     )
 
 
-def padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def terms_bytes(terms: Sequence[Term]) -> int:
     """Bytes that `put_terms` needs."""
-    return sum(padded(n_bytes, _LINE) for n_bytes in _sizes(terms))
+    return sum(up_to(n_bytes, _LINE) for n_bytes in _sizes(terms))
 
 
 def _sizes(terms: Sequence[Term]) -> list[int]:
     m, _, k = terms[0].down.shape
-    ranks = [padded(term.down.shape[1], _RANK) for term in terms]
+    ranks = [up_to(term.down.shape[1], _RANK) for term in terms]
     return [2 * m * sum(ranks) * k] + [
-        2 * m * padded(term.up.shape[1], PANEL) * rank for term, rank in zip(terms, ranks, strict=True)
+        2 * m * up_to(term.up.shape[1], PANEL) * rank for term, rank in zip(terms, ranks, strict=True)
     ]
 
 
@@ -184,7 +180,7 @@ def put_terms(terms: Sequence[Term], memory: Array, is_embedding: bool = False) 
     check("lora", 1 <= len(terms) <= MAX_TERMS, f"at most {MAX_TERMS} terms of one product, found {len(terms)}")
     m, _, k = terms[0].down.shape
     down_bytes, *up_bytes = _sizes(terms)
-    ranks = [padded(term.down.shape[1], _RANK) for term in terms]
+    ranks = [up_to(term.down.shape[1], _RANK) for term in terms]
     down = memory[:down_bytes].view(bfloat16)
     if is_embedding:
         check("lora", len(terms) == 1, "one term of an embedding")
@@ -198,14 +194,14 @@ def put_terms(terms: Sequence[Term], memory: Array, is_embedding: bool = False) 
             at += rank * k
     entry = np.zeros(_WORDS, np.int64)
     entry[:3] = down.ctypes.data, sum(ranks), len(terms)
-    begin = padded(down_bytes, _LINE)
+    begin = up_to(down_bytes, _LINE)
     for i, (term, rank, n_bytes) in enumerate(zip(terms, ranks, up_bytes, strict=True)):
         n = term.up.shape[1]
         up = raw(memory[begin : begin + n_bytes].view(bfloat16)).reshape(m, -1)
-        _pack(term.up, up, padded(n, PANEL), rank)
+        _pack(term.up, up, up_to(n, PANEL), rank)
         entry[3 + 5 * i : 7 + 5 * i] = up.ctypes.data, term.first, n, rank
         entry[7 + 5 * i] = np.float64(term.scale).view(np.int64)
-        begin += padded(n_bytes, _LINE)
+        begin += up_to(n_bytes, _LINE)
     return entry
 
 
