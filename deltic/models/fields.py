@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def one_of(field: str, n: int, *known: int) -> Limit:
     return field, n, n in known, f"{', '.join(map(str, known[:-1]))} or {known[-1]}"
 
 
-def refuse_limits(limits: Iterable[Limit], prefix: str = "") -> None:
+def refuse_limits(*limits: Limit, prefix: str = "") -> None:
     """Raises UnsupportedModelError for the first limit that does not hold. prefix: of the fields."""
     for field, found, holds, supported in limits:
         if not holds:

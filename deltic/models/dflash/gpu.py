@@ -54,11 +54,9 @@ def check_drafter_gpu(shape: DrafterShape) -> None:
     """Raises UnsupportedModelError for a drafter that the kernels do not run."""
     group, dim = shape.n_q_heads // shape.n_kv_heads, shape.head_dim
     refuse_limits(
-        (
-            ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
-            ("head_dim", dim, dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
-        ),
-        "draft model: ",
+        ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
+        ("head_dim", dim, dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
+        prefix="draft model: ",
     )
 
 

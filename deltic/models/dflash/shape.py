@@ -24,6 +24,7 @@ from deltic.models.fields import (
     read_json,
     refuse_limits,
 )
+from deltic.models.gguf_config import naming
 from deltic.models.qwen.shape import FULL_ATTENTION, ModelShape
 from deltic.models.yarn import YarnScaling, rope_fields, rotary_frequencies, yarn_scaling
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHeads
@@ -114,7 +115,7 @@ class DrafterShape:
         for name in ("attention_sink_bias", "add_swa_attention_sink_bias"):
             only({name: own.get(name) or False}, name, (False,))
         n_layers, vocab_size = positive_int(text, "num_hidden_layers"), positive_int(text, "vocab_size")
-        refuse_limits([("num_hidden_layers", n_layers, n_layers <= MAX_LAYERS, f"at most {MAX_LAYERS}")])
+        refuse_limits(("num_hidden_layers", n_layers, n_layers <= MAX_LAYERS, f"at most {MAX_LAYERS}"))
         only({"draft_vocab_size": own.get("draft_vocab_size") or vocab_size}, "draft_vocab_size", (vocab_size,))
         windows = _windows(text, own, n_layers)
         hidden_size, n_q_heads = positive_int(text, "hidden_size"), positive_int(text, "num_attention_heads")
@@ -150,42 +151,31 @@ class DrafterShape:
         """Reads config.json of a drafter's directory. Raises CheckpointError if it is absent or broken, and
         UnsupportedModelError, which names the file.
         """
-        file = directory / "config.json"
-        config = read_json(file)
-        try:
+        config = read_json(directory / "config.json")
+        with naming(directory):
             return cls.from_config(config)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(error.field, error.found, error.supported, str(file)) from None
 
     def _check(self) -> None:
         (group, rest), dim = divmod(self.n_q_heads, self.n_kv_heads), self.head_dim
         refuse_limits(
-            (
-                ("num_attention_heads", self.n_q_heads, not rest and group > 0, "a multiple of num_key_value_heads"),
-                ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
-                ("head_dim", dim, dim % 32 == 0 and dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
-                ("hidden_size", self.hidden_size, self.hidden_size % 32 == 0, "a multiple of 32"),
-                ("intermediate_size", self.intermediate_size, self.intermediate_size % 32 == 0, "a multiple of 32"),
-                ("block_size", self.block_size, 2 <= self.block_size <= MAX_BLOCK, f"2 to {MAX_BLOCK}"),
-            )
+            ("num_attention_heads", self.n_q_heads, not rest and group > 0, "a multiple of num_key_value_heads"),
+            ("num_attention_heads / num_key_value_heads", group, group <= MAX_GROUP, f"at most {MAX_GROUP}"),
+            ("head_dim", dim, dim % 32 == 0 and dim <= MAX_HEAD_DIM, f"a multiple of 32, at most {MAX_HEAD_DIM}"),
+            ("hidden_size", self.hidden_size, self.hidden_size % 32 == 0, "a multiple of 32"),
+            ("intermediate_size", self.intermediate_size, self.intermediate_size % 32 == 0, "a multiple of 32"),
+            ("block_size", self.block_size, 2 <= self.block_size <= MAX_BLOCK, f"2 to {MAX_BLOCK}"),
         )
 
     def check_target(self, target: ModelShape) -> None:
         """Raises UnsupportedModelError where the drafter is not of a model of this shape."""
+        layers = list(self.target_layer_ids)
         last = target.n_layers - 2  # behind the last one others read what is normed; no published head does
         refuse_limits(
-            (
-                ("hidden_size", self.hidden_size, self.hidden_size == target.hidden_size, f"{target.hidden_size}, as of the model"),
-                ("vocab_size", self.vocab_size, self.vocab_size == target.vocab_size, f"{target.vocab_size}, as of the model"),
-                ("hc_count", target.n_streams, target.n_streams == 1, "1: what a drafter reads of several streams is not known"),
-                (
-                    "target_layer_ids",
-                    list(self.target_layer_ids),
-                    max(self.target_layer_ids) <= last,
-                    f"layers of the model, 0 to {last}",
-                ),
-            ),
-            "draft model: ",
+            ("hidden_size", self.hidden_size, self.hidden_size == target.hidden_size, f"{target.hidden_size}, as of the model"),
+            ("vocab_size", self.vocab_size, self.vocab_size == target.vocab_size, f"{target.vocab_size}, as of the model"),
+            ("hc_count", target.n_streams, target.n_streams == 1, "1: what a drafter reads of several streams is not known"),
+            ("target_layer_ids", layers, max(layers) <= last, f"layers of the model, 0 to {last}"),
+            prefix="draft model: ",
         )  # fmt: skip
 
     @property
@@ -247,7 +237,7 @@ def _kind(config: Mapping[str, object]) -> str:
 def _rope(text: Mapping[str, object]) -> dict[str, object]:
     rope = rope_fields(text, "rope_theta", "partial_rotary_factor")
     by_type = [key for key, value in rope.items() if isinstance(value, Mapping)]
-    refuse_limits([("rope_parameters", by_type, not by_type, "one rotation for all layers")])
+    refuse_limits(("rope_parameters", by_type, not by_type, "one rotation for all layers"))
     only({"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}, "partial_rotary_factor", (1.0,))
     return rope
 
@@ -302,12 +292,10 @@ def _second_version(own: Mapping[str, object], hidden_size: int) -> dict[str, An
     group, rank = positive_int(own, "conv_group_size"), positive_int(own, "selector_rank")
     taps, top_k = positive_int(own, "conv_kernel_size"), positive_int(own, "selector_top_k")
     refuse_limits(
-        (
-            ("conv_group_size", group, hidden_size % group == 0 and group % 16 == 0, "a multiple of 16 that divides hidden_size"),
-            ("conv_kernel_size", taps, 2 <= taps <= 4, "2 to 4"),
-            ("selector_top_k", top_k, top_k <= 64, "at most 64"),
-            ("selector_rank", rank, rank % 32 == 0, "a multiple of 32"),
-        )
+        ("conv_group_size", group, hidden_size % group == 0 and group % 16 == 0, "a multiple of 16 that divides hidden_size"),
+        ("conv_kernel_size", taps, 2 <= taps <= 4, "2 to 4"),
+        ("selector_top_k", top_k, top_k <= 64, "at most 64"),
+        ("selector_rank", rank, rank % 32 == 0, "a multiple of 32"),
     )  # fmt: skip
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_top_k": top_k}
 
@@ -315,7 +303,7 @@ def _second_version(own: Mapping[str, object], hidden_size: int) -> dict[str, An
 def _markov(own: Mapping[str, object]) -> dict[str, Any]:
     rank = positive_int(own, "markov_rank") if own.get("markov_rank") else 0
     only({"markov_head_type": own.get("markov_head_type", "vanilla")}, "markov_head_type", ("vanilla",))
-    refuse_limits([("markov_rank", rank, rank % 32 == 0, "a multiple of 32")])
+    refuse_limits(("markov_rank", rank, rank % 32 == 0, "a multiple of 32"))
     has_confidence, sees = (read_flag(own, name) for name in ("enable_confidence_head", "confidence_head_with_markov"))
-    refuse_limits([("confidence_head_with_markov", sees, rank > 0 or not sees, "false where markov_rank is 0")])
+    refuse_limits(("confidence_head_with_markov", sees, rank > 0 or not sees, "false where markov_rank is 0"))
     return {"markov_rank": rank, "has_confidence": has_confidence, "confidence_sees_token": has_confidence and sees}

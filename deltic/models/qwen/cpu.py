@@ -85,7 +85,7 @@ def check_kernels(shape: ModelShape) -> None:
             ("ngram_size", ngrams.size, ngrams.window <= MOST_KEPT, f"at most {MOST_KEPT // (TAPS - 1)}"),
             ("ple_embed_dim", ngrams.width, ngrams.head_width % 16 == 0, "a multiple of 16 for each head"),
         )
-    refuse_limits(limits)
+    refuse_limits(*limits)
 
 
 class Linears:

@@ -91,13 +91,12 @@ def read_ngrams(text: Mapping[str, object], eos_ids: Sequence[int], linear_layer
     size, per_ngram = positive_int(text, "ngram_size", 3), positive_int(text, "heads_per_ngram", 8)
     width = positive_int(text, "ple_embed_dim", positive_int(text, "hidden_size"))
     n_heads = (size - 1) * per_ngram
-    limits = (
+    refuse_limits(
         within("ngram_size", size, 2, MAX_NGRAM),
         at_most("heads_per_ngram", per_ngram, MAX_HEADS),
         ("ple_embed_dim", width, width % max(1, n_heads) == 0, f"a multiple of {n_heads} heads"),
         multiple("ple_embed_dim", width, 32),
     )
-    refuse_limits(limits)
     made = _given(text, size, n_heads) if "ngram_hash" in text else _derived(text, size, n_heads)
     conv_width = positive_int(text, "ple_conv_kernel_size", 4)
     return NgramShape(

@@ -463,7 +463,7 @@ def _refuse_variants(family: str, text: Mapping[str, object]) -> None:
 
 def _layer_types(family: str, text: Mapping[str, object]) -> tuple[str, ...]:
     n_layers = positive_int(text, "num_hidden_layers")
-    refuse_limits([at_most("num_hidden_layers", n_layers, MAX_LAYERS)])
+    refuse_limits(at_most("num_hidden_layers", n_layers, MAX_LAYERS))
     types = text.get("layer_types")
     if types is None:
         interval = positive_int(text, "full_attention_interval", 4)
@@ -503,7 +503,7 @@ def _feed_forward(family: str, text: Mapping[str, object]) -> dict[str, Any]:
     n_experts = positive_int(text, "num_experts")
     n_used = positive_int(text, "num_experts_per_tok")
     fits = n_used <= n_experts
-    refuse_limits([("num_experts_per_tok", n_used, fits, f"at most num_experts = {n_experts}")])
+    refuse_limits(("num_experts_per_tok", n_used, fits, f"at most num_experts = {n_experts}"))
     return {
         "n_experts": n_experts,
         "n_experts_per_tok": n_used,
@@ -519,13 +519,12 @@ def flash_next(text: Mapping[str, object]) -> dict[str, Any]:
     n_streams = positive_int(text, "hc_count", 4)
     names = ("indexer_n_heads", "indexer_head_dim", "indexer_compress_ratio", "indexer_budget")
     index = IndexHeads(*(positive_int(text, name) for name in names))
-    limits = [
+    refuse_limits(
         within("hc_count", n_streams, 2, MAX_STREAMS),
         ("indexer_kv_heads", text.get("indexer_kv_heads"), text.get("indexer_kv_heads") == 1, "1"),
         ("indexer_compress_ratio", index.ratio, PAGE_SIZE % index.ratio == 0, f"a divisor of {PAGE_SIZE}"),
         multiple("indexer_budget", index.budget, index.ratio),
-    ]
-    refuse_limits(limits)
+    )
     linear = [i for i, kind in enumerate(_layer_types("qwen4_exp", text)) if kind == LINEAR_ATTENTION]
     return {
         "n_streams": n_streams,
@@ -569,23 +568,22 @@ def _check_geometry(shape: ModelShape) -> None:
         ("num_attention_heads * head_dim", shape.n_q_heads * shape.head_dim),
         ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size),
     )
-    refuse_limits(multiple(name, width, 32) for name, width in widths)
+    refuse_limits(*(multiple(name, width, 32) for name, width in widths))
     if shape.index is not None:
         fits = shape.index.dim % 32 == 0 and shape.index.dim >= shape.rotary_dim
         supported = f"a multiple of 32, at least the {shape.rotary_dim} that rotate"
         limits = [("indexer_head_dim", shape.index.dim, fits, supported), multiple("hc_lowrank", shape.stream_rank, 32)]
-        refuse_limits(limits)
+        refuse_limits(*limits)
     n_q, n_kv, n_v, n_k = shape.n_q_heads, shape.n_kv_heads, shape.gdn_n_v_heads, shape.gdn_n_k_heads
     rotary, dim = shape.rotary_dim, shape.head_dim
     rotates = 2 <= rotary <= dim and rotary % 2 == 0
     even = f"one that makes an even number of rotary dims, 2 to head_dim = {dim}"
     is_tiled, ends = shape.tiled_value_heads, shape.eos_token_ids
     known = all(i < shape.vocab_size for i in ends)
-    limits = [
+    refuse_limits(
         ("num_attention_heads", n_q, n_q % n_kv == 0, f"a multiple of num_key_value_heads = {n_kv}"),
         ("linear_num_value_heads", n_v, n_v % n_k == 0, f"a multiple of linear_num_key_heads = {n_k}"),
         ("partial_rotary_factor", rotary / dim, rotates, even),
         ("tiled_value_heads", is_tiled, not is_tiled or n_v != n_k, "false where there are as many key heads"),
         ("eos_token_id", ends, known, f"ids below {shape.vocab_size}"),
-    ]
-    refuse_limits(limits)
+    )

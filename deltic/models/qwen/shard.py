@@ -111,13 +111,12 @@ class Cuts:
 
         kv = shape.n_kv_heads
         supported = f"a multiple of {n}, to be cut for {n} GPUs"
-        limits = (
+        refuse_limits(
             ("linear_num_key_heads", shape.gdn_n_k_heads, shape.gdn_n_k_heads % n == 0, supported),
             ("num_attention_heads", shape.n_q_heads, shape.n_q_heads % n == 0, supported),
             ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0, supported),
             ("num_experts", shape.n_experts, not are_dealt or shape.n_experts % n == 0, supported),
         )
-        refuse_limits(limits)
         self.keys: Runs = (run(shape.gdn_n_k_heads),)
         ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
         if shape.tiled_value_heads:

@@ -110,16 +110,16 @@ class SpeechActivations:
 
 def check_speech_kernels(shape: SpeechShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
-    refuse_limits([multiple("text_hidden_size", shape.text_hidden_size, 32)])
+    refuse_limits(multiple("text_hidden_size", shape.text_hidden_size, 32))
     for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
         fits = d.n_q_heads // d.n_kv_heads <= MAX_GROUP
-        limits = (
+        refuse_limits(
             multiple("head_dim", d.head_dim, 32, MAX_HEAD_DIM),
             ("num_attention_heads", d.n_q_heads, fits, f"at most {MAX_GROUP} a key head"),
             multiple("hidden_size", d.hidden_size, 32),
             multiple("intermediate_size", d.intermediate_size, 32),
+            prefix=prefix,
         )
-        refuse_limits(limits, prefix)
 
 
 def allocate_speech(

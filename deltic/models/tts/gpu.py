@@ -106,14 +106,14 @@ class PromptBuffers:
 def check_speech_gpu(shape: SpeechShape) -> None:
     """Raises UnsupportedModelError for a geometry that the GPU's kernels cannot run."""
     for prefix, d in (("", shape.talker), ("code_predictor_config.", shape.predictor)):
-        limits = (
+        refuse_limits(
             multiple("hidden_size", d.hidden_size, 64),
             multiple("intermediate_size", d.intermediate_size, 32),
             one_of("head_dim", d.head_dim, 32, 64, 128, 256),
             ("num_attention_heads", d.n_q_heads // d.n_kv_heads, d.n_q_heads // d.n_kv_heads <= 16, "16 a key head"),
+            prefix=prefix,
         )
-        refuse_limits(limits, prefix)
-    refuse_limits([at_most("code_predictor_config.vocab_size", shape.n_codebook, MAX_CODES)])
+    refuse_limits(at_most("code_predictor_config.vocab_size", shape.n_codebook, MAX_CODES))
 
 
 def _layer_buffers(name: str, d: DecoderShape, n: int, allocate: Allocate) -> LayerBuffers:
@@ -316,10 +316,8 @@ class TtsGpu:
             added = y
             proj, mixed = front(b.proj, t, heads.row), front(b.mixed, t, d.q_rows)
             linears.project_many(f"talker.layers.{i}.qkv", normed, proj)
-            weights, cache = (
-                AttentionWeights(layer.q_norm, layer.k_norm, eps, *cos_sin),
-                KvPages(memory.pages[:, i], table=page_table),
-            )
+            weights = AttentionWeights(layer.q_norm, layer.k_norm, eps, *cos_sin)
+            cache = KvPages(memory.pages[:, i], table=page_table)
             query = front(b.query, t, heads.n_q, heads.dim)
             attention_prefill(proj, heads, weights, blocks=inputs.blocks, cache=cache, query=query, out=mixed)
             linears.project_many(f"talker.layers.{i}.o_proj", mixed, y[0])

@@ -342,15 +342,12 @@ def _decoder(fields: Mapping[str, object]) -> DecoderShape:
         rms_norm_eps=positive_float(fields, "rms_norm_eps", 1e-6),
         rope_theta=positive_float(theta, "rope_theta"),
     )
-    is_shared, supported = (
-        shape.n_q_heads % shape.n_kv_heads == 0,
-        f"a multiple of num_key_value_heads = {shape.n_kv_heads}",
-    )
-    limits = (
+    is_shared = shape.n_q_heads % shape.n_kv_heads == 0
+    supported = f"a multiple of num_key_value_heads = {shape.n_kv_heads}"
+    refuse_limits(
         at_most("num_hidden_layers", shape.n_layers, MAX_LAYERS),
         ("num_attention_heads", shape.n_q_heads, is_shared, supported),
     )
-    refuse_limits(limits)
     return shape
 
 
@@ -387,7 +384,7 @@ def _check(shape: SpeechShape) -> None:
         limits += [(f"{key}.{name}", i, i < vocab, f"an id below {vocab}") for name, i in table.items()]
     has_speakers = shape.variant != "custom_voice" or bool(shape.speakers)
     limits.append(("spk_id", {}, has_speakers, "the speakers of a custom_voice model"))
-    refuse_limits(limits)
+    refuse_limits(*limits)
 
 
 _LANGUAGES = dict(chinese=2055, english=2050, german=2053, italian=2070, portuguese=2071) | dict(

@@ -47,17 +47,12 @@ def check_vision_gpu(shape: VisionShape) -> None:
 
     Called before anything is loaded.
     """
-    dim = shape.head_dim
-    limits = (
+    dim, supported = shape.head_dim, f"a multiple of 8, 16 to {MAX_VISION_DIM}"
+    refuse_limits(
         multiple("hidden_size", shape.hidden_size, 32),
-        (
-            "hidden_size / num_heads",
-            dim,
-            dim % 8 == 0 and 16 <= dim <= MAX_VISION_DIM,
-            f"a multiple of 8, 16 to {MAX_VISION_DIM}",
-        ),
+        ("hidden_size / num_heads", dim, dim % 8 == 0 and 16 <= dim <= MAX_VISION_DIM, supported),
+        prefix="vision_config.",
     )
-    refuse_limits(limits, "vision_config.")
 
 
 @dataclass(frozen=True)

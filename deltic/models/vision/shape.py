@@ -62,12 +62,11 @@ class VisionShape:
         only(rope, "rope_type", (None, "axial"))
         hidden, n_heads = positive_int(fields, "hidden_size"), positive_int(fields, "num_heads")
         depth, n_places = positive_int(fields, "depth"), positive_int(fields, "num_position_embeddings")
-        limits = (
+        refuse_limits(
             ("num_heads", n_heads, hidden % n_heads == 0, f"a divisor of hidden_size {hidden}"),
             at_most("depth", depth, MAX_LAYERS),
             ("num_position_embeddings", n_places, math.isqrt(n_places) ** 2 == n_places, "a square"),
         )
-        refuse_limits(limits)
         return cls(
             depth=depth,
             hidden_size=hidden,

@@ -143,10 +143,10 @@ class TextOnGpu(OnGpu, TextKind):
                 ("ple_conv_kernel_size", ngrams.conv_width, fits, f"2 to {most}"),
                 ("ple_embed_dim", ngrams.width, wide, f"at most {MAX_NGRAM_WIDTH} for each head"),
             ]
-        refuse_limits(limits)
+        refuse_limits(*limits)
         if shape.index is not None:
-            refuse_limits([one_of("indexer_head_dim", shape.index.dim, 32, 64, 128)])
-            refuse_limits([one_of("indexer_n_heads", shape.index.n_q, 1, 2, 4, 8, 16)])
+            refuse_limits(one_of("indexer_head_dim", shape.index.dim, 32, 64, 128))
+            refuse_limits(one_of("indexer_n_heads", shape.index.n_q, 1, 2, 4, 8, 16))
 
     def check_tower(self, tower: VisionShape) -> None:
         check_vision_gpu(tower)
