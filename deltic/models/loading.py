@@ -223,7 +223,7 @@ class Host:
             assert not isinstance(rows, Quantised)
             copy(part.reshape(rows.shape), rows)
             return
-        rows = rows if isinstance(rows, Quantised) else _rows(rows, part.k)
+        rows = rows if isinstance(rows, Quantised) else rows.reshape(-1, part.k)
         n = len(rows) // part.n_matrices
         for i in range(part.n_matrices):
             some = slice(i * n, (i + 1) * n)
@@ -305,10 +305,6 @@ class Stored:
                 yield start, start + n
                 row += n
             first, at = first + share, at + size
-
-
-def _rows(values: Array, k: int) -> Array:
-    return values.reshape(-1, k)
 
 
 @dataclass(frozen=True)
@@ -476,7 +472,7 @@ def _copy_rows(
         rows, at = np.empty((segment.n_matrices * (end - begin), segment.k), bfloat16), 0
         for values in found:
             assert not isinstance(values, Quantised)
-            values = _rows(values, segment.k)
+            values = values.reshape(-1, segment.k)
             copy(rows[at : at + len(values)], values)
             at += len(values)
         if segment.format.scales != "none" and (raw(rows) & 0x7FFF).max(initial=0) >= 0x7F80:

@@ -56,13 +56,13 @@ def check_vision_kernels(shape: VisionShape) -> None:
 
     Called before anything is loaded.
     """
-    limits = (
+    refuse_limits(
         multiple("hidden_size", shape.hidden_size, 32),
         multiple("intermediate_size", shape.intermediate_size, 16),
         multiple("out_hidden_size", shape.out_hidden_size, 16),
         multiple("hidden_size / num_heads", shape.head_dim, 8, MAX_VISION_DIM),
+        prefix="vision_config.",
     )
-    refuse_limits(limits, "vision_config.")
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class VisionTower:
 
     def __init__(self, shape: VisionShape, weights: VisionWeights, buffers: VisionBuffers) -> None:
         self.shape, self.weights, self.buffers = shape, weights, buffers
+        self._piece = {"begin": buffers.begin, "n_rows": buffers.n_rows}
         n_places = max(1, len(buffers.residual) // MERGE)  # of a picture as narrow as a token
         self.cos, self.sin = rotary_tables(shape.inv_freq(), n_places)
 
@@ -138,21 +139,18 @@ class VisionTower:
         """Appends pixels of the piece -> its residual."""
         b, w = self.buffers, self.weights
         out = self._product(program, b.pixels, w.patch)
-        piece = {"begin": b.begin, "n_rows": b.n_rows}
-        patch_rows(program, out, w.patch.bias, w.positions, b.frames, b.residual, **piece)
+        patch_rows(program, out, w.patch.bias, w.positions, b.frames, b.residual, **self._piece)
 
     def record_keys(self, program: Program, block: VisionBlock) -> None:
         """Appends the first stage of a block: queries, keys and values of the piece."""
         b = self.buffers
         self._norm(program, block.norm1)
         qkv = self._product(program, b.normed, block.qkv)
-        piece = {"begin": b.begin, "n_rows": b.n_rows}
-        patch_keys(program, qkv, block.qkv.bias, b.frames, (self.cos, self.sin), b.keys, **piece)
+        patch_keys(program, qkv, block.qkv.bias, b.frames, (self.cos, self.sin), b.keys, **self._piece)
 
     def record_rest(self, program: Program, block: VisionBlock) -> None:
         """Appends the second stage of a block, when the keys and values of all patches are there."""
-        b = self.buffers
-        piece = {"begin": b.begin, "n_rows": b.n_rows}
+        b, piece = self.buffers, self._piece
         mixed = front(b.mixed, len(b.normed), self.shape.hidden_size)
         patch_attention(program, b.keys, b.frames, mixed, **piece)
         bias_rows(program, self._product(program, mixed, block.proj), block.proj.bias, b.residual, add=True, **piece)
@@ -174,8 +172,7 @@ class VisionTower:
 
     def _norm(self, program: Program, norm: Norm) -> None:
         b = self.buffers
-        where = {"begin": b.begin, "n_rows": b.n_rows}
-        layer_norm(program, b.residual, norm.weight, norm.bias, LAYER_NORM_EPS, b.normed, **where)
+        layer_norm(program, b.residual, norm.weight, norm.bias, LAYER_NORM_EPS, b.normed, **self._piece)
 
     def _product(self, program: Program, x: Array, w: Linear, n_rows: Array | None = None) -> Array:
         """The linear without its bias, float32 [R, N], where the next one puts its own."""

@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 
 from deltic.models.fields import multiple, refuse_limits, within
 from deltic.models.rotary import rotary_tables
-from deltic.models.vocoder.shape import FRAME_SAMPLES, MAX_REF_FRAMES, VocoderShape
+from deltic.models.vocoder.shape import FRAME_SAMPLES, LAYER_NORM_EPS, MAX_REF_FRAMES, VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
@@ -44,7 +44,7 @@ from deltic.ops.cpu.vocoder import (
     vocoder_attention,
     vocoder_rms_norm,
 )
-from deltic.ops.geometry import N_CODES, Allocate
+from deltic.ops.geometry import N_CODES, Allocate, up_to
 
 PASS_FRAMES = 16
 """Frames of a pass, of all its streams together."""
@@ -54,14 +54,13 @@ the published shape on less than ten.
 """
 MAX_POSITIONS = 32768 + MAX_REF_FRAMES
 """Frames of a stream: as many as a published talker has positions, behind those of a reference."""
-LAYER_NORM_EPS = 1e-6
 HEADER = 16
 """Values at the begin of a state. The first is the position."""
 
 
 def check_vocoder(shape: VocoderShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
-    limits = (
+    refuse_limits(
         multiple("latent_dim", shape.latent_dim, 16, 1 << 16),
         multiple("codebook_dim", shape.codebook_dim, 32, 1 << 16),
         multiple("hidden_size", shape.hidden_size, 16, 1 << 16),
@@ -70,7 +69,6 @@ def check_vocoder(shape: VocoderShape) -> None:
         multiple("decoder_dim", shape.decoder_dim, 16 << len(shape.upsample_rates), 1 << 16),
         within("sliding_window", shape.sliding_window, 2, MAX_WINDOW),
     )
-    refuse_limits(limits)
 
 
 def _blocks(shape: VocoderShape) -> Iterator[tuple[int, int, int, int]]:
@@ -97,7 +95,7 @@ def state_layout(shape: VocoderShape) -> tuple[dict[str, int], int]:
     begins, at = {}, 0
     for name, size in parts.items():
         begins[name], at = at, at + size
-    return begins, -(-at // 16) * 16
+    return begins, up_to(at, 16)
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class VocoderBuffers:
     start: Array  # int32 [S + 1]
     state_slot: Array  # int32 [S]
     n: Array  # int32 scalar
-    rows: tuple[Array, Array, Array]  # float32, flat: what goes from one operator to the next
+    rows: tuple[Array, ...]  # three, float32, flat: what goes from one operator to the next
     audio: Array  # float32 [F * 1920]
 
 
@@ -130,11 +128,7 @@ def allocate_vocoder(
         start=allocate("vocoder starts", (n_frames + 1,), i32),
         state_slot=allocate("vocoder state slots", (n_frames,), i32),
         n=allocate("vocoder streams", (), i32),
-        rows=(
-            allocate("vocoder rows a", (size,), f32),
-            allocate("vocoder rows b", (size,), f32),
-            allocate("vocoder rows c", (size,), f32),
-        ),
+        rows=tuple(allocate(f"vocoder rows {name}", (size,), f32) for name in "abc"),
         audio=allocate("vocoder audio", (n_frames * FRAME_SAMPLES,), f32),
     )
 
@@ -192,16 +186,13 @@ class Vocoder:
         conv(program, batch, latents, pre_conv, ConvEnd(wide), offset=self.begins["pre_conv"])
         conv(program, batch, wide, self._conv_weights("pre_transformer.input_proj"), ConvEnd(stream))
         qkv, mixed, inner = Rows(b, 3 * heads, 1), Rows(a, heads, 1), Rows(b, shape.intermediate_size, 1)
+        size, angles = (shape.n_heads, shape.sliding_window), (self._cos, self._sin)
         for i in range(shape.n_layers):
             p = f"pre_transformer.layers.{i}"
             norm = self._take(f"{p}.input_layernorm.weight")
             vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
             conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), ConvEnd(qkv))
-            size, angles, begin = (
-                (shape.n_heads, shape.sliding_window),
-                (self._cos, self._sin),
-                self.begins[f"layers.{i}"],
-            )
+            begin = self.begins[f"layers.{i}"]
             vocoder_attention(program, batch, qkv, *size, angles, mixed, offset=begin)
             scale = self._take(f"{p}.self_attn_layer_scale.scale")
             o_proj = self._linear(f"{p}.self_attn.o_proj")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from deltic.models.fields import at_most, multiple, one_of, refuse_limits, within
-from deltic.models.vocoder.shape import VocoderShape
+from deltic.models.vocoder.shape import LAYER_NORM_EPS, VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
 from deltic.ops.arrays import Array, front
-from deltic.ops.geometry import N_CODES, Allocate
+from deltic.ops.geometry import N_CODES, Allocate, up_to
 from deltic.ops.gpu.conv import (
     MAX_PARTS,
     PART_SIZE,
@@ -37,7 +37,6 @@ from deltic.ops.gpu.conv import (
 from deltic.ops.gpu.vocode import MAX_WIDTH, advance, codes_embed, depthwise_norm, rms_pair, wave, window_attention
 from deltic.ops.gpu.weight import to_device
 
-LAYER_NORM_EPS = 1e-6
 _ALIGNED = 32
 """Words to which each part of a stream's state is aligned."""
 
@@ -84,12 +83,12 @@ def frame_samples(shape: VocoderShape) -> int:
 def state_words(shape: VocoderShape) -> int:
     """32-bit words of a stream's state: its head, and twice the rows it reaches back to."""
     kept = kept_inputs(shape)
-    return _aligned(1 + len(kept)) + sum(_aligned(k.words) for k in kept)
+    return up_to(1 + len(kept), _ALIGNED) + sum(up_to(k.words, _ALIGNED) for k in kept)
 
 
 def check_vocoder_gpu(shape: VocoderShape) -> None:
     """Raises UnsupportedModelError for a geometry that the kernels cannot run."""
-    limits = (
+    refuse_limits(
         at_most("latent_dim", shape.latent_dim, MAX_WIDTH),
         at_most("hidden_size", shape.hidden_size, MAX_WIDTH),
         multiple("intermediate_size", shape.intermediate_size, 8),
@@ -97,17 +96,12 @@ def check_vocoder_gpu(shape: VocoderShape) -> None:
         within("sliding_window", shape.sliding_window, 2, 256),
         multiple("decoder_dim", shape.decoder_dim, 1 << len(shape.upsample_rates)),
     )
-    refuse_limits(limits)
-
-
-def _aligned(n: int) -> int:
-    return -(-n // _ALIGNED) * _ALIGNED
 
 
 def _rings(shape: VocoderShape, state: Tensor) -> list[Ring]:
     """Views of the states of all streams, int32 [state_slots, words]."""
     state_slots, words = state.shape
-    at, rings = _aligned(1 + len(kept_inputs(shape))), []
+    at, rings = up_to(1 + len(kept_inputs(shape)), _ALIGNED), []
     for i, k in enumerate(kept_inputs(shape)):
         if k.is_pair:
             size, strides = (state_slots, 2, 2 * k.rows, k.channels), (2 * words, k.words, k.channels, 1)
@@ -116,7 +110,7 @@ def _rings(shape: VocoderShape, state: Tensor) -> list[Ring]:
             raw = state.view(torch.float32)
             data = raw.as_strided((state_slots, 2 * k.rows, k.channels), (words, k.channels, 1), at)
         rings.append(Ring(data, k.rows, 1 + i, k.rate))
-        at += _aligned(k.words)
+        at += up_to(k.words, _ALIGNED)
     return rings
 
 

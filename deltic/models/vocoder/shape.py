@@ -11,9 +11,10 @@ from deltic.ops.geometry import N_CODES
 
 FRAME_SAMPLES = 1920
 
-
 SAMPLE_RATE = 24000
 
+LAYER_NORM_EPS = 1e-6
+"""Epsilon of the ConvNeXt blocks' norms. No config says it."""
 
 MAX_REF_FRAMES = 512
 """Reference frames that a prompt can name: 41 s."""

@@ -65,10 +65,8 @@ def check_moe(x: Tensor, w: MoeWeights, k: int, *, are_adapted: bool = False) ->
     adapters. Raises KernelError where shapes or dtypes do not belong together.
     """
     hidden, n_experts, width, shared = x.shape[-1], w.router.n - 1, w.down.k, w.shared_down.k
-    expect, sizes = (
-        partial(check, "moe"),
-        [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)],
-    )
+    expect = partial(check, "moe")
+    sizes = [(m.n_matrices, m.n, m.k) for m in (w.gate_up, w.down, w.shared_gate_up, w.shared_down)]
     n_own = w.down.n_matrices
     expect(n_own == n_experts or not are_adapted, "all experts, where rows have adapters")
     expect(w.first >= 0 and w.first + n_own <= n_experts, f"{n_own} experts from {w.first} on, of {n_experts}")
