@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from deltic.ops.arrays import Array, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import LogprobEntries
+from deltic.ops.geometry import Allocate, LogprobEntries
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class DrawScratch:
     values: Array
     counts: Array
     candidates: Array
+
+
+def draw_scratch(n: int, n_ids: int, allocate: Allocate, name: str = "draw") -> DrawScratch:
+    """Allocates that of n threads or draws."""
+    return DrawScratch(
+        values=allocate(f"{name} values", (n, n_ids), np.float32),
+        counts=allocate(f"{name} counts", (n, n_ids), np.int32),
+        candidates=allocate(f"{name} candidates", (n, n_ids), np.int64),
+    )
 
 
 def sample(

@@ -20,7 +20,7 @@ from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, Tok
 from deltic.engine.step import Rule, Sequence, Step, StepResult
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, draw_scratch, logprobs, sample
 from deltic.ops.geometry import Allocate, LogprobEntries
 
 
@@ -163,12 +163,7 @@ class Sampler:
         )
         n_draws = n_batch_slots + n_drafts
         self.draws = Draws(n_draws, ids.n_real, ids.ends, allocate)
-        n_scratch = min(n_threads, n_draws)
-        self.scratch = DrawScratch(
-            values=allocate("draw values", (n_scratch, ids.n), f32),
-            counts=allocate("draw counts", (n_scratch, ids.n), i32),
-            candidates=allocate("draw candidates", (n_scratch, ids.n), np.int64),
-        )
+        self.scratch = draw_scratch(min(n_threads, n_draws), ids.n, allocate)
         n_entries = n_draws + n_logit_rows
         self._entries = LogprobEntries(
             n=allocate("n logprob entries", (), i32),

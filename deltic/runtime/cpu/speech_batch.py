@@ -14,7 +14,7 @@ from deltic.models.tts.cpu import PAD_ROW, PredictorDraws, SpeechInputs
 from deltic.models.tts.shape import FRAME, SPEAKER, SpeechShape, split_row
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.attention import AttentionInputs
-from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, draw_scratch
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_VOICE
 from deltic.ops.geometry import N_CODES, Allocate
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY
@@ -182,14 +182,9 @@ def _predictor_draws(
 
     rows = np.arange(n_batch_slots, dtype=i32)
     masks = allocate("predictor masks", (1, -(-n // 32)), i32)
-    n_scratch = min(n_threads, n_batch_slots)
     return PredictorDraws(
         batch_slots=batch_slots,
         draws=[draws(i) for i in range(1, N_CODES)],
-        scratch=DrawScratch(
-            values=allocate("predictor values", (n_scratch, n), f32),
-            counts=allocate("predictor counts", (n_scratch, n), i32),
-            candidates=allocate("predictor candidates", (n_scratch, n), np.int64),
-        ),
+        scratch=draw_scratch(min(n_threads, n_batch_slots), n, allocate, "predictor"),
         codes=allocate("predictor codes", (N_CODES - 1, n_batch_slots), i32),
     )
