@@ -256,16 +256,13 @@ class SpeechStage:
         leaving = []
         for output in outputs:
             stream = self._streams.get((output.id, output.index))
-            if stream is None or output.finish_reason is None:
-                leaving.append(output)
-            elif output.finish_reason in ("abort", "error"):
+            if stream is not None and output.finish_reason is not None:
+                is_normal = output.finish_reason not in ("abort", "error")
+                if is_normal and (stream.n_left or self._is_flying(stream)):
+                    stream.end = output
+                    continue
                 self._close(stream)
-                leaving.append(output)
-            elif stream.n_left or self._is_flying(stream):
-                stream.end = output
-            else:
-                self._close(stream)
-                leaving.append(output)
+            leaving.append(output)
         return leaving
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:

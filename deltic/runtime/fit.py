@@ -181,12 +181,9 @@ def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
     the prefix cache.
     """
     sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
-    if plan.tower_bytes:
-        sizes += f", vision tower {plan.tower_bytes / 1e9:.1f} GB"
-    if plan.drafter_bytes:
-        sizes += f", draft model {plan.drafter_bytes / 1e9:.1f} GB"
-    if plan.vocoder_bytes:
-        sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
+    beside = {"vision tower": plan.tower_bytes, "draft model": plan.drafter_bytes, "vocoder": plan.vocoder_bytes}
+    for name, n_bytes in beside.items():
+        sizes += f", {name} {n_bytes / 1e9:.1f} GB" if n_bytes else ""
     needed = plan.total_bytes - plan.pages_bytes + plan.sequence_bytes
     if plan.workspace_bytes >= TOO_MUCH:
         sizes += f" alone, with buffers of more than {LARGEST_BUFFER / 1e9:.0f} GB each"

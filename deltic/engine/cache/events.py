@@ -180,7 +180,7 @@ class CacheEvents:
         # A damaged page may be gone, or come back, before those beyond it follow. It is rare.
         for node in [n for n in dirty if n.children and n.block is not None]:
             if node.block.had_page is not None and node.block.had_page != node.has_page:
-                dirty |= dict.fromkeys(_beyond(node))
+                dirty |= dict.fromkeys(node.branch[1:])
         gone: dict[int, list[int]] = {}
         moved: dict[int, list[int]] = {}
         runs: list[BlocksStored] = []
@@ -260,14 +260,6 @@ def _media(node: Node) -> int:
 
 def _depth(node: Node) -> int:
     return node.depth
-
-
-def _beyond(node: Node) -> Iterator[Node]:
-    todo = list(node.children)
-    while todo:
-        child = todo.pop()
-        yield child
-        todo += child.children
 
 
 def _removals(hashes: dict[int, list[int]]) -> Iterable[Removed]:
