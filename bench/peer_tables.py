@@ -64,35 +64,58 @@ def star(row: Row) -> str:
     return " \\*" if row["disturbed"] else ""
 
 
-def peers_run(runs: Runs, on_files: bool = False) -> Run | None:
-    """The newest in which both engines read the same files and nothing else, or the newest of the others; of
-    several in one night the one with the most rounds, then formats.
+def peers_kind(data: Row) -> str:
+    """What engines are compared by: a checkpoint, files that both read, the experts of such a file, or those on
+    the disk.
     """
-    found = runs.newest(
-        "peers-*.json", where=lambda data: ("deltic-bf16" not in data.get("costs", ["deltic-bf16"])) == on_files
-    )
+    costs = data.get("costs", {"deltic-bf16": {}})
+    if data.get("memory_gb"):
+        return "disk"
+    if any(cost.get("expert_bytes") for cost in costs.values()):
+        return "experts"
+    return "checkpoint" if "deltic-bf16" in costs else "files"
+
+
+def peers_run(runs: Runs, kind: str = "checkpoint") -> Run | None:
+    """The newest of a kind; of several in one night the one with the most rounds, then formats."""
+    found = runs.newest("peers-*.json", where=lambda data: peers_kind(data) == kind)
     return max(found, key=lambda run: (int(run.data["rounds"]), len(run.data.get("costs", ()))), default=None)
 
 
 def peers_on_files(runs: Runs) -> str:
     """Tokens a second beside llama.cpp, both with the same files."""
-    return peers(runs, on_files=True)
+    return peers(runs, "files")
 
 
-def peers(runs: Runs, on_files: bool = False) -> str:
+def peers_on_experts(runs: Runs) -> str:
+    """Tokens a second of a part of a mixture beside llama.cpp, both with the same files."""
+    return peers(runs, "experts")
+
+
+def peers_on_disk(runs: Runs) -> str:
+    """Tokens a second of a part of a mixture that memory does not hold."""
+    return peers(runs, "disk")
+
+
+def peers(runs: Runs, kind: str = "checkpoint") -> str:
     """Tokens a second beside llama.cpp and transformers."""
     again = "python -m bench.peers --n 1,16 --prefill 512"
-    run = peers_run(runs, on_files)
+    run = peers_run(runs, kind)
     if run is None:
         return missing(again)
     data, rows = run.data, []
+    is_on_disk = kind == "disk"
+
+    def of_roof(row: Row) -> str:
+        return "" if is_on_disk else f", {percent(row['roof_share'])}"
+
     for ours, theirs, ratios in peer_rows(data):
         name = f"{workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
         peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs)
         rows.append(
             [
                 name,
-                f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}{star(ours)}",
+                f"{spread(ours['tok_s'])}{of_roof(ours)}{star(ours)}",
                 peers_cell,
                 " · ".join(spread(row["ratio"]) + star(row) for row in ratios),
             ]
@@ -110,13 +133,15 @@ def peers(runs: Runs, on_files: bool = False) -> str:
         text += " A share of over 100 % says that memory was slower as it was read for the roof than a moment later."
     if without_amx(run):
         text += " Deltic used AMX; llama.cpp's AMX kernels end it with a general protection fault on this machine."
-    header = ["tokens a second", "Deltic, of its roof", "peers", "ours / theirs"]
+    if is_on_disk:
+        text += f" Each engine had {data['memory_gb']:g} GB, file cache included; the disk gave {data['disk'] / 1e9:.2f} GB/s."
+    header = ["tokens a second", "Deltic" if is_on_disk else "Deltic, of its roof", "peers", "ours / theirs"]
     return "\n\n".join((grid(header, rows), text, source([run], data.get("command", again))))
 
 
 def peers_claim(runs: Runs) -> str:
     """The least and the greatest ratio of medians, and of any round; and what the peer had to do without."""
-    found = [run for on_files in (False, True) if (run := peers_run(runs, on_files)) is not None]
+    found = [run for kind in ("checkpoint", "files") if (run := peers_run(runs, kind)) is not None]
     if not found:
         return "No run beside another engine is kept."
     rows = [row for run in found for row in peer_rows(run.data) if is_sound_peer(row[0])]

@@ -3,6 +3,8 @@
     python -m bench.peers                     (from the root of a checkout with the CPU kernels built)
     python -m bench.peers --rounds 1 --n 1,16 --prefill 512 --engines deltic,llama.cpp-bf16
     python -m bench.peers --threads 2 --engines q8_0,q4_k_m,q4_0,ud_q4     (both engines on the same files)
+    python -m bench.peers --shape qwen3.6-35b-a3b --layers 4 --engines q4_k_m      (experts; a tenth of the model)
+    python -m bench.peers --shape qwen3.6-35b-a3b --layers 4 --engines q8_0 --memory-gb 2     (some on the disk)
 
 Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an
 hour), writes the checkpoint and its GGUF forms, checks that all engines give the same logits, then measures
@@ -41,15 +43,25 @@ from rich.console import Console
 
 from bench import peers_busy as busy
 from bench import peers_report as report
-from bench.peers_environment import ROOT, PeerFailed, Worker, built_with, make_environment, packages
+from bench.peers_environment import (
+    ROOT,
+    MemoryGroup,
+    PeerFailed,
+    Worker,
+    built_with,
+    forget,
+    make_environment,
+    packages,
+)
+from bench.peers_model import cut_shape
 from bench.peers_report import FILES, LANES, MOST_OTHERS, OURS, Cost, Lane, Workload
 from deltic.bench.provenance import code, machine, machine_name, now, runs_directory
 from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
 from deltic.machine import free_memory_bytes, n_usable_cpus
 from deltic.models.gguf import open_gguf
-from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.shape import ModelShape
+from deltic.roofs import disk_bandwidth
 
 LEAST_COSINE = {16: 0.99, 8: 0.9, 6: 0.3, 4: 0.3}
 """By bits a weight: between the logits of an engine and those of transformers in bfloat16, for it to be the
@@ -76,25 +88,29 @@ N_ATTEMPTS = 3
 """Times that a figure is taken when it is disturbed."""
 
 
-def make_models(directory: Path, shape_name: str, python: Path) -> dict[str, int]:
-    """Writes what is missing of the checkpoint and its GGUF forms, on all CPUs; the bytes of weights that a
-    step reads of each.
+def make_models(directory: Path, model: Sequence[str], python: Path, files: Sequence[str]) -> dict[str, int]:
+    """Writes what is missing of the checkpoint and of those of its GGUF forms, on all CPUs; the bytes of weights
+    that a step reads of each, if it uses all experts. model: the name of the shape, and its layers if not all.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory.parent / ".gitignore").write_text("*\n")
     checkpoint, sizes = directory / "hf", directory / "bytes.json"
     if not (checkpoint / "config.json").exists():
-        print(f"writing a random checkpoint of {shape_name} to {checkpoint}", flush=True)
-        subprocess.run([sys.executable, "-m", "bench.peers_model", shape_name, checkpoint], cwd=ROOT, check=True)
+        print(f"writing a random checkpoint of {model[0]} to {checkpoint}", flush=True)
+        command = [sys.executable, "-m", "bench.peers_model", model[0], str(checkpoint), *model[1:]]
+        subprocess.run(command, cwd=ROOT, check=True)
     known: dict[str, int] = json.loads(sizes.read_text()) if sizes.exists() else {}
-    if not {"bf16", *FILES} <= known.keys():  # those of an older version lack a vocabulary, too
+    commands = []
+    if "bf16" not in known:
+        commands += [[sys.executable, "-m", "bench.peers_gguf", str(checkpoint), str(directory / "bf16.gguf")]]
+    if absent := [name for name in files if name not in known]:
+        commands += [[str(python), "-m", "bench.peers_quantise", str(directory), str(n_usable_cpus()), *absent]]
+    if commands:
         print("writing it as GGUF and quantising it", flush=True)
-        written = [sys.executable, "-m", "bench.peers_gguf", str(checkpoint), str(directory / "bf16.gguf")]
-        quantised = [str(python), "-m", "bench.peers_quantise", str(directory), str(n_usable_cpus())]
         with (directory / "gguf.log").open("w") as log:
-            for command in (written, quantised):
+            for command in commands:
                 subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
-        known = {name: bytes_per_step(directory / f"{name}.gguf") for name in ("bf16", *FILES)}
+        known |= {name: bytes_per_step(directory / f"{name}.gguf") for name in ("bf16", *absent) if name not in known}
         sizes.write_text(json.dumps(known))
     return known
 
@@ -142,12 +158,16 @@ def model_costs(
 ) -> dict[str, Cost]:
     """What each lane's model must read and multiply; of a file that both engines read, its bytes."""
     head = shape.vocab_size * shape.hidden_size
-    n_read = shape.n_params - (0 if shape.tie_word_embeddings else head)
+    other = 0 if shape.tie_word_embeddings else head
+    n_read, n_used = shape.n_params - other, shape.n_active_params - other
+    n_experts = 3 * shape.n_layers * shape.n_experts * shape.hidden_size * shape.moe_intermediate_size
+    used = shape.n_experts_per_tok / shape.n_experts if shape.is_moe else 0.0
     costs = {}
     for lane in lanes:
         is_ours = lane.engine == OURS and lane.format not in FILES
-        n_bytes = infos[lane.name]["weight_bytes"] if is_ours else gguf_bytes.get(lane.format)
-        costs[lane.name] = Cost(n_bytes or 2 * n_read, n_read - head, head)
+        n_bytes = (infos[lane.name]["weight_bytes"] if is_ours else gguf_bytes.get(lane.format)) or 2 * n_read
+        of_experts = n_bytes * n_experts // n_read
+        costs[lane.name] = Cost(n_bytes - of_experts, n_used - head, head, of_experts, used)
     return costs
 
 
@@ -172,7 +192,7 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, lanes: Sequence[Lane], python: Path, models: Path) -> None:
         self.arguments, self.lanes = arguments, lanes
-        self.shape = published_shape(arguments.shape)
+        self.shape = cut_shape(arguments.shape, arguments.layers)
         self.workers: dict[str, Worker] = {}
         self.logs = models / "logs"
         self.logs.mkdir(exist_ok=True)
@@ -210,6 +230,9 @@ class Comparison:
             config = limits | {"model": str((self.models / file).resolve())}
             if lane.engine == OURS and lane.format in ("int8", "int4"):
                 config["quantize"] = lane.format
+            if a.memory_gb:
+                config["weights_cache"] = str(self.models / "packed")
+                forget(self.models / file)
             print(f"loading {lane.name}", flush=True)
             self._start(lane.name, lane.engine, config)
             if lane.engine == "llama.cpp":
@@ -232,7 +255,9 @@ class Comparison:
 
     def _start(self, name: str, engine: str, config: dict[str, Any]) -> None:
         python, module = self.modules[engine]
-        self.workers[name] = Worker(name, python, module, config, self.logs / f"{name}.log")
+        is_bound = self.arguments.memory_gb and "model" in config
+        group = MemoryGroup(name, int(self.arguments.memory_gb * 1e9)) if is_bound else None
+        self.workers[name] = Worker(name, python, module, config, self.logs / f"{name}.log", group)
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -388,7 +413,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="begin no round that would end later; 0: all rounds (default: 0)",
     )
     parser.add_argument("--engines", help="engines, formats or lanes, such as deltic,llama.cpp-q8_0 (default: all)")
-    parser.add_argument("--shape", default="qwen3.5-0.8b", help="a published dense shape (default: qwen3.5-0.8b)")
+    parser.add_argument("--shape", default="qwen3.5-0.8b", help="a published shape (default: qwen3.5-0.8b)")
+    parser.add_argument("--layers", type=int, metavar="N", help="a part of it: so many layers and as many ids")
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        default=0.0,
+        metavar="GB",
+        help="memory of each engine, what it keeps of files included (default: the machine's)",
+    )
     parser.add_argument(
         "--threads", type=int, default=n_usable_cpus(), help="threads of every engine (default: the usable CPUs)"
     )
@@ -414,6 +447,8 @@ def command(arguments: argparse.Namespace) -> str:
     """What repeats the measurement: the flags that change it, not those that say where files are."""
     flags = {
         "--shape": arguments.shape,
+        "--layers": arguments.layers,
+        "--memory-gb": arguments.memory_gb or None,
         "--threads": arguments.threads,
         "--rounds": arguments.rounds,
         "--n": ",".join(map(str, arguments.n)),
@@ -428,13 +463,14 @@ def command(arguments: argparse.Namespace) -> str:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Everything. Raises ConfigError, UnsupportedModelError, PeerFailed and CalledProcessError."""
-    shape, lanes = published_shape(arguments.shape), chosen_lanes(arguments.engines)
-    if shape.is_moe:
-        raise ConfigError(f"--shape {arguments.shape}: only dense shapes are compared, such as qwen3.5-4b")
+    shape, lanes = cut_shape(arguments.shape, arguments.layers), chosen_lanes(arguments.engines)
     check_memory(lanes, shape)
-    env, models = arguments.env.absolute(), arguments.models.absolute() / arguments.shape.lower()
+    model = [arguments.shape, *([str(arguments.layers)] if arguments.layers else [])]
+    env, models = arguments.env.absolute(), arguments.models.absolute() / "-".join(model).lower()
     python, versions = make_environment(env, packages(lanes), arguments.wheels)
-    gguf_bytes = make_models(models, arguments.shape, python)
+    gguf_bytes = make_models(
+        models, model, python, [name for name in FILES if any(name == lane.format for lane in lanes)]
+    )
     if arguments.prepare:
         return 0
     comparison = Comparison(arguments, lanes, python, models)
@@ -455,6 +491,9 @@ def compare(arguments: argparse.Namespace) -> int:
     result = {
         "bench": "peers",
         "shape": arguments.shape,
+        "layers": shape.n_layers,
+        "memory_gb": arguments.memory_gb,
+        "disk": disk_bandwidth(models / "bf16.gguf") if arguments.memory_gb else None,
         "date": now().isoformat(),
         "machine": machine(),
         "code": code(),

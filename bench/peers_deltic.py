@@ -50,7 +50,9 @@ class Deltic:
     """A checkpoint in an engine, in this process."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        settings = {"quantize": config["quantize"]} if config.get("quantize") else {}
+        settings: dict[str, Any] = {"quantize": config["quantize"]} if config.get("quantize") else {}
+        if config.get("weights_cache"):  # which lets experts stay on the disk
+            settings["weights_cache"] = Path(config["weights_cache"])
         longest = max(config["context"] + config["n_steps"], config["max_prefill"]) + SPARE_TOKENS
         n_pages = config["max_n"] * pages_for(config["context"] + config["n_steps"] + SPARE_TOKENS)
         engine_config = EngineConfig(

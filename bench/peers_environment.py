@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.peers_report import Lane
 from deltic.config import ConfigError
-from deltic.machine import n_usable_cpus
+from deltic.machine import CGROUP, n_usable_cpus
 from deltic.ops.cpu.instruction_sets import cpu_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,16 +47,51 @@ class PeerFailed(RuntimeError):
     """A worker that ended or reported an error; the message names its log."""
 
 
+class MemoryGroup:
+    """A control group (version 1 or 2) in which a process has so much memory, file cache included."""
+
+    def __init__(self, name: str, n_bytes: int, cgroup: Path = CGROUP) -> None:
+        """Raises ConfigError where none can be made."""
+        root = cgroup / "memory" if (cgroup / "memory").is_dir() else cgroup
+        self.folder = root / f"deltic-bench-{os.getpid()}-{name}"
+        limit = self.folder / ("memory.max" if root == cgroup else "memory.limit_in_bytes")
+        try:
+            self.folder.mkdir()
+            limit.write_text(str(n_bytes))
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"--memory-gb: no control group of memory ({error}); needs root on Linux") from error
+
+    def enter(self, command: Sequence[str]) -> list[str]:
+        """A command that runs in the group."""
+        return ["sh", "-c", 'echo $$ >"$0"; exec "$@"', str(self.folder / "cgroup.procs"), *command]
+
+    def close(self) -> None:
+        if self.folder.is_dir():
+            self.folder.rmdir()
+
+
+def forget(file: Path) -> None:
+    """Has the system drop what it has read of a file, which no group's memory would count."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
 class Worker:
     """The process of one lane. It runs only while it is asked."""
 
-    def __init__(self, name: str, python: Path, module: str, config: dict[str, Any], log: Path) -> None:
-        self.name, self.log = name, log
+    def __init__(
+        self, name: str, python: Path, module: str, config: dict[str, Any], log: Path, group: MemoryGroup | None = None
+    ) -> None:
+        self.name, self.log, self._group = name, log, group
+        command = [str(python), "-m", module, json.dumps(config)]
         # In a session of its own: when a shell that started the driver in the background ends, the kernel
         # continues every stopped process of that job.
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [python, "-m", module, json.dumps(config)],
+                command if group is None else group.enter(command),
                 cwd=ROOT,
                 text=True,
                 bufsize=1,
@@ -91,6 +126,8 @@ class Worker:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        if self._group is not None:
+            self._group.close()
 
 
 def build_flags() -> str:

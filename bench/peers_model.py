@@ -6,7 +6,7 @@ Text models of the Qwen3.5 family only. The values are drawn as those of
 tokens to thousands; so activations and states stay in the range of trained ones. In FP8, as Qwen publishes
 it, the codes of all matrices are parts of one random block, so that a file of 35 GB is written in a minute.
 
-    python -m bench.peers_model SHAPE DIRECTORY
+    python -m bench.peers_model SHAPE DIRECTORY [LAYERS]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deltic.config import ConfigError
 from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from tests.tiny_quantised import RECIPES
@@ -79,8 +81,25 @@ def config_json(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and size."""
+def cut_shape(name: str, n_layers: int | None = None) -> ModelShape:
+    """A published shape, or a part of it: so many layers, and as large a part of the vocabulary, so that the head
+    takes the same share of a step. Raises ConfigError.
+    """
+    shape = published_shape(name)
+    if n_layers is None:
+        return shape
+    if n_layers % 4 or not 4 <= n_layers <= shape.n_layers:
+        raise ConfigError(f"--layers {n_layers}: give a multiple of 4, from 4 to {shape.n_layers}")
+    n_ids = shape.vocab_size * n_layers // shape.n_layers
+    return replace(
+        shape, layer_types=shape.layer_types[:n_layers], vocab_size=n_ids, eos_token_ids=(n_ids - 2, n_ids - 1)
+    )
+
+
+def tensor_sizes(shape: ModelShape, is_fused: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor's name and size. is_fused: the experts of a layer are two tensors, as Qwen publishes them in
+    bfloat16; in FP8 each expert has its own.
+    """
     h, d = shape.hidden_size, shape.head_dim
     c, vd, hv = shape.conv_channels, shape.gdn_value_size, shape.gdn_n_v_heads
     yield "model.embed_tokens.weight", (shape.vocab_size, h)
@@ -112,7 +131,10 @@ def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         mlps = {"mlp.": shape.intermediate_size}
         if shape.is_moe:
             layer |= {"mlp.gate.weight": (shape.n_experts, h), "mlp.shared_expert_gate.weight": (1, h)}
-            mlps = {f"mlp.experts.{e}.": shape.moe_intermediate_size for e in range(shape.n_experts)}
+            n, width = shape.n_experts, shape.moe_intermediate_size
+            mlps = {} if is_fused else {f"mlp.experts.{e}.": width for e in range(n)}
+            if is_fused:
+                layer |= {"mlp.experts.gate_up_proj": (n, 2 * width, h), "mlp.experts.down_proj": (n, h, width)}
             mlps["mlp.shared_expert."] = shape.shared_intermediate_size
         for mlp, f in mlps.items():
             layer |= {f"{mlp}{part}_proj.weight": (f, h) for part in ("gate", "up")}
@@ -188,7 +210,7 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0, fp8: boo
         shard.clear()
         n_bytes = 0
 
-    for name, size in tensor_sizes(shape):
+    for name, size in tensor_sizes(shape, is_fused=not fp8):
         tensors = made.tensors(name, size) if made else {}
         tensors = tensors or {name: draw(name, size, generator)}
         shard |= tensors
@@ -203,4 +225,4 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0, fp8: boo
 
 
 if __name__ == "__main__":
-    write_checkpoint(Path(sys.argv[2]), published_shape(sys.argv[1]))
+    write_checkpoint(Path(sys.argv[2]), cut_shape(sys.argv[1], *map(int, sys.argv[3:4])))

@@ -1,8 +1,8 @@
 """GGUF files quantised by llama.cpp itself, without an importance matrix (in the environment of the peers).
 
-    python -m bench.peers_quantise DIRECTORY THREADS
+    python -m bench.peers_quantise DIRECTORY THREADS NAME...
 
-Of DIRECTORY/bf16.gguf makes q8_0.gguf, q4_k_m.gguf, q4_0.gguf and ud_q4.gguf beside it. The last gives each
+Of DIRECTORY/bf16.gguf makes those named of q8_0.gguf, q4_k_m.gguf, q4_0.gguf and ud_q4.gguf. The last gives each
 kind of tensor a type of its own, as published files of the kind of UD-Q4_K_XL do; which types is made up
 here.
 """
@@ -52,5 +52,6 @@ def quantise(source: Path, target: Path, mixture: str, n_threads: int, is_mixed:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for file, mixture in FILE_TYPES.items():
-        quantise(folder / "bf16.gguf", folder / f"{file}.gguf", mixture, int(sys.argv[2]), is_mixed=file == "ud_q4")
+    for file in sys.argv[3:]:
+        target = folder / f"{file}.gguf"
+        quantise(folder / "bf16.gguf", target, FILE_TYPES[file], int(sys.argv[2]), is_mixed=file == "ud_q4")

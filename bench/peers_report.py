@@ -79,19 +79,23 @@ class Workload:
 class Cost:
     """What a lane's model must do at least; states and cache are not counted.
 
-    weight_bytes: read by one step. body_params, head_params: elements of the matrices that every token, and
-    every sequence's last token, is multiplied with.
+    weight_bytes: read by every step. body_params, head_params: elements of the matrices that every token, and
+    every sequence's last token, is multiplied with. expert_bytes: of the routed experts, of which a token uses
+    the share `used`.
     """
 
     weight_bytes: int
     body_params: int
     head_params: int
+    expert_bytes: int = 0
+    used: float = 0.0
 
     def least_s(self, workload: Workload, read: float, multiply: float) -> float:
         """Seconds of a step, or of the one prefill, at the roofs (bytes and operations a second)."""
         n_heads = workload.size if workload.kind == "decode" else 1
         n_operations = 2.0 * (workload.size * self.body_params + n_heads * self.head_params)
-        return max(self.weight_bytes / read, n_operations / multiply)
+        read_bytes = self.weight_bytes + self.expert_bytes * (1 - (1 - self.used) ** workload.size)  # by even routing
+        return max(read_bytes / read, n_operations / multiply)
 
 
 def pairs(lanes: Sequence[Lane]) -> list[tuple[Lane, Lane]]:

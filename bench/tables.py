@@ -169,7 +169,7 @@ def headline(runs: Runs) -> str:
         ("decode 1", "q8_0"),
         ("decode 1", "q4_k_m"),
     }
-    for found in filter(None, (peer_tables.peers_run(runs), peer_tables.peers_run(runs, on_files=True))):
+    for found in filter(None, (peer_tables.peers_run(runs), peer_tables.peers_run(runs, "files"))):
         for ours, _, ratios in peer_tables.peer_rows(found.data):
             if (ours["workload"], ours["lane"].removeprefix("deltic-")) in wanted and peer_tables.is_sound_peer(ours):
                 beside = " · ".join(
@@ -487,6 +487,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "gpu-speech": gpu_speech,
     "peers": peer_tables.peers,
     "peers-on-files": peer_tables.peers_on_files,
+    "peers-on-experts": peer_tables.peers_on_experts,
+    "peers-on-disk": peer_tables.peers_on_disk,
     "prefix": prefix,
     "agent": agent,
     "quality": quality,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from bench import peers, peers_busy, peers_environment, peers_gguf
-from bench.peers_environment import PeerFailed
+from bench.peers_environment import MemoryGroup, PeerFailed
+from bench.peers_model import cut_shape, write_checkpoint
 from bench.peers_quantise import FILE_TYPES, UD_Q4
 from bench.peers_report import (
     FILES,
@@ -32,6 +35,7 @@ from deltic.models.checkpoint import n_real_ids, tokenizer_json
 from deltic.models.gguf import open_gguf
 from deltic.models.qwen.published import PUBLISHED
 from deltic.models.qwen.shape import ModelShape
+from tests.cpu.test_formats import loaded
 from tests.tiny import tiny_checkpoint
 from tests.tiny_config import VOCAB_SIZE
 from tests.tiny_gguf import tiny_gguf
@@ -206,6 +210,42 @@ def test_the_roof_is_memory_for_one_row_and_multiplies_for_many() -> None:
     assert cost.least_s(Workload("prefill", 100), 1000.0, 1e4) == pytest.approx(2 * (100 * 40 + 10) / 1e4)
 
 
+def test_the_roof_of_a_mixture_has_the_experts_that_a_step_uses() -> None:
+    cost = Cost(weight_bytes=100, body_params=4, head_params=1, expert_bytes=1000, used=0.25)
+    assert cost.least_s(Workload("decode", 1), 1000.0, 1e9) == pytest.approx(0.35)
+    assert cost.least_s(Workload("decode", 2), 1000.0, 1e9) == pytest.approx(0.5375)
+    assert cost.least_s(Workload("prefill", 512), 1000.0, 1e9) == pytest.approx(1.1)
+
+
+def test_a_part_of_a_mixture_costs_what_its_file_and_its_tokens_say() -> None:
+    shape, lane = cut_shape("qwen3.6-35b-a3b", 4), Lane("llama.cpp", "q4_k_m", 4)
+    (cost,) = peers.model_costs([lane], shape, {"q4_k_m": 2_000_000_000}, {}).values()
+    assert (cost.used, cost.head_params) == (8 / 256, shape.hidden_size * 24832)
+    assert cost.weight_bytes + cost.expert_bytes == 2_000_000_000 and 0.9 < cost.expert_bytes / 2e9 < 0.98
+    assert cost.body_params == shape.n_active_params - 2 * cost.head_params < 0.1 * shape.n_params
+    (dense,) = peers.model_costs([B], PUBLISHED["qwen3.5-0.8b"], {"bf16": 160}, {}).values()
+    assert (dense.weight_bytes, dense.expert_bytes) == (160, 0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_checkpoint_of_a_mixture_is_read_as_its_shape(fp8: bool, tmp_path) -> None:
+    shape = replace(
+        cut_shape("qwen3.6-35b-a3b", 4), vocab_size=512, hidden_size=128, n_experts=8, eos_token_ids=(510, 511)
+    )
+    write_checkpoint(tmp_path, shape, fp8=fp8)
+    weights, read = loaded(tmp_path)
+    assert (read.n_params, read.n_experts, len(weights.layers)) == (shape.n_params, 8, 4)
+
+
+def test_parts_of_a_shape_have_as_much_of_its_vocabulary() -> None:
+    part, whole = cut_shape("qwen3.6-35b-a3b", 4), cut_shape("qwen3.6-35b-a3b")
+    assert part.n_layers * 10 == whole.n_layers and part.vocab_size * 10 == whole.vocab_size
+    assert max(part.eos_token_ids) < part.vocab_size
+    for n_layers in (0, 6, 44):
+        with pytest.raises(ConfigError, match=f"--layers {n_layers}: give a multiple of 4, from 4 to 40"):
+            cut_shape("qwen3.6-35b-a3b", n_layers)
+
+
 def test_share_of_the_roof_uses_the_rounds_own_roof() -> None:
     roofs = roofs_of(1000.0, 500.0)
     summary = summarise(figures([8, 4], [1, 1]), roofs, [A, B], COSTS)
@@ -278,3 +318,21 @@ def test_the_recorded_command_repeats_the_measurement_elsewhere() -> None:
     again = peers.parse(peers.command(arguments).split()[3:])
     assert "/home" not in peers.command(arguments)
     assert (again.rounds, again.n, again.prefill) == (3, [1, 16], [128, 512, 2048])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_engine_s_memory_is_that_of_its_control_group(version: int, tmp_path) -> None:
+    """Played in a folder: its command enters the group first, whose folder is gone in the end."""
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    root.mkdir(exist_ok=True)
+    group = MemoryGroup("lane", 2_000_000_000, tmp_path)
+    limit = group.folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")
+    assert group.folder.parent == root and limit.read_text() == "2000000000"
+    ran = subprocess.run(group.enter(["echo", "a b"]), capture_output=True, text=True, check=True)
+    assert ran.stdout == "a b\n" and int((group.folder / "cgroup.procs").read_text()) > 1
+    for file in group.folder.iterdir():  # which the kernel's have not
+        file.unlink()
+    group.close()
+    assert not group.folder.exists()
+    with pytest.raises(ConfigError, match="needs root on Linux"):
+        MemoryGroup("lane", 1, tmp_path / "absent")

@@ -190,6 +190,10 @@ def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
     assert "| decode, N = 1, one UD_Q4 file | 30.0 (29.0 .. 31.0), 50 % | llama.cpp UD_Q4 20.0" in peer_tables.peers(
         Runs(tmp_path / "b")
     )
+    experts = one_file | {"costs": {"deltic-ud_q4": {"expert_bytes": 3}}, "date": "2026-01-03"}
+    keep(tmp_path / "b" / "a", "peers-2.json", **experts)
+    assert "one UD_Q4 file | 30.0" in peer_tables.peers_on_experts(Runs(tmp_path / "b"))
+    assert [peer_tables.peers_kind(data) for data in (one_file, experts)] == ["checkpoint", "experts"]
     keep(tmp_path / "a", "peers-2.json", **peers_run(prefill_warm_up="same", date="2026-01-02", rounds=5))
     (prefill,) = [line for line in peer_tables.peers(Runs(tmp_path)).splitlines() if "prefill of 512" in line]
     assert prefill.endswith(r"| 1.50 (0.500 .. 2.50) \* |"), "the CPUs were shared in every round"
