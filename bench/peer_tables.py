@@ -65,7 +65,7 @@ def star(row: Row) -> str:
 
 
 def peers_kind(data: Row) -> str:
-    """What engines are compared by: a checkpoint, files that both read, the experts of such a file, or those on
+    """What engines are compared by: a checkpoint, files that both read, experts of such a file, or those on
     the disk.
     """
     costs = data.get("costs", {"deltic-bf16": {}})

@@ -3,8 +3,8 @@
     python -m bench.peers                     (from the root of a checkout with the CPU kernels built)
     python -m bench.peers --rounds 1 --n 1,16 --prefill 512 --engines deltic,llama.cpp-bf16
     python -m bench.peers --threads 2 --engines q8_0,q4_k_m,q4_0,ud_q4     (both engines on the same files)
-    python -m bench.peers --shape qwen3.6-35b-a3b --layers 4 --engines q4_k_m      (experts; a tenth of the model)
-    python -m bench.peers --shape qwen3.6-35b-a3b --layers 4 --engines q8_0 --memory-gb 2     (some on the disk)
+    python -m bench.peers --shape qwen3.6-35b-a3b --layers 4 --engines q4_k_m       (a tenth of a mixture)
+    python -m bench.peers --shape qwen3.6-35b-a3b --layers 4 --engines q8_0 --memory-gb 2.5  (on the disk)
 
 Makes an environment of its own for the peers (llama.cpp is compiled for this machine: minutes to half an
 hour), writes the checkpoint and its GGUF forms, checks that all engines give the same logits, then measures
@@ -89,8 +89,9 @@ N_ATTEMPTS = 3
 
 
 def make_models(directory: Path, model: Sequence[str], python: Path, files: Sequence[str]) -> dict[str, int]:
-    """Writes what is missing of the checkpoint and of those of its GGUF forms, on all CPUs; the bytes of weights
-    that a step reads of each, if it uses all experts. model: the name of the shape, and its layers if not all.
+    """Writes what is missing of the checkpoint and of those of its GGUF forms, on all CPUs; the bytes of
+    weights that a step reads of each, if it uses all experts. model: the shape's name, and its layers if not
+    all.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory.parent / ".gitignore").write_text("*\n")

@@ -82,8 +82,8 @@ def config_json(shape: ModelShape) -> dict[str, Any]:
 
 
 def cut_shape(name: str, n_layers: int | None = None) -> ModelShape:
-    """A published shape, or a part of it: so many layers, and as large a part of the vocabulary, so that the head
-    takes the same share of a step. Raises ConfigError.
+    """A published shape, or a part of it: so many layers, and as large a part of the vocabulary, so that the
+    head takes the same share of a step. Raises ConfigError.
     """
     shape = published_shape(name)
     if n_layers is None:
@@ -97,8 +97,8 @@ def cut_shape(name: str, n_layers: int | None = None) -> ModelShape:
 
 
 def tensor_sizes(shape: ModelShape, is_fused: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and size. is_fused: the experts of a layer are two tensors, as Qwen publishes them in
-    bfloat16; in FP8 each expert has its own.
+    """Every tensor's name and size. is_fused: the experts of a layer are two tensors, as Qwen publishes them
+    in bfloat16; in FP8 each expert has its own.
     """
     h, d = shape.hidden_size, shape.head_dim
     c, vd, hv = shape.conv_channels, shape.gdn_value_size, shape.gdn_n_v_heads

@@ -2,9 +2,9 @@
 
     python -m bench.peers_quantise DIRECTORY THREADS NAME...
 
-Of DIRECTORY/bf16.gguf makes those named of q8_0.gguf, q4_k_m.gguf, q4_0.gguf and ud_q4.gguf. The last gives each
-kind of tensor a type of its own, as published files of the kind of UD-Q4_K_XL do; which types is made up
-here.
+Of DIRECTORY/bf16.gguf makes those named of q8_0.gguf, q4_k_m.gguf, q4_0.gguf and ud_q4.gguf. The last gives
+each kind of tensor a type of its own, as published files of the kind of UD-Q4_K_XL do; which types is made
+up here.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Cost:
     """What a lane's model must do at least; states and cache are not counted.
 
     weight_bytes: read by every step. body_params, head_params: elements of the matrices that every token, and
-    every sequence's last token, is multiplied with. expert_bytes: of the routed experts, of which a token uses
-    the share `used`.
+    every sequence's last token, is multiplied with. expert_bytes: of the routed experts, of which a token
+    uses the share `used`.
     """
 
     weight_bytes: int
@@ -94,7 +94,8 @@ class Cost:
         """Seconds of a step, or of the one prefill, at the roofs (bytes and operations a second)."""
         n_heads = workload.size if workload.kind == "decode" else 1
         n_operations = 2.0 * (workload.size * self.body_params + n_heads * self.head_params)
-        read_bytes = self.weight_bytes + self.expert_bytes * (1 - (1 - self.used) ** workload.size)  # by even routing
+        routed_evenly = 1 - (1 - self.used) ** workload.size
+        read_bytes = self.weight_bytes + self.expert_bytes * routed_evenly
         return max(read_bytes / read, n_operations / multiply)
 
 
