@@ -232,8 +232,10 @@ class Comparison:
             if lane.engine == OURS and lane.format in ("int8", "int4"):
                 config["quantize"] = lane.format
             if a.memory_gb:
-                config["weights_cache"] = str(self.models / "packed")
-                forget(self.models / file)
+                packed = self.models / "packed"
+                config["weights_cache"] = str(packed)
+                for kept in (self.models / file, *packed.glob("*")):
+                    forget(kept)
             print(f"loading {lane.name}", flush=True)
             self._start(lane.name, lane.engine, config)
             if lane.engine == "llama.cpp":

@@ -8,6 +8,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "kernel.h"
 #include "lora.h"
 
@@ -80,6 +82,18 @@ void read_ahead(const uint8_t* data, int64_t n_bytes) {
         madvise((void*)at, end - at < MOST ? end - at : MOST, MADV_WILLNEED);
 }
 
+// Of the experts that a layer multiplies, so much is asked of the disk at once. All of them, as a prompt uses them, would drive each other out of
+// little memory before they are multiplied.
+constexpr int64_t MOST_AHEAD = 64 << 20;
+
+// Asks for experts [from, to) of a matrix that have tokens.
+void read_ahead(const Matrix& w, const int32_t* begin, int64_t from, int64_t to) {
+    parallel_for(to - from, [&](int64_t i, int) {
+        const int64_t e = from + i;
+        if (begin[e] != begin[e + 1]) read_ahead(w.expert(e).data, w.n_strips() * w.strip_bytes());
+    });
+}
+
 }  // namespace
 
 // h bf16 [T, H] (normed input), logits f32 [T, E + 1], residual f32 [T, H], T (counted), E, k, norm,
@@ -97,12 +111,20 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
         route(logits + t * (n_experts + 1), n_experts, k, norm, r.expert + t * k, r.weight + t * k, probabilities + t * (n_experts + 16));
     });
     group(r, n_tokens * k, n_experts);
+    const Matrix matrices[] = {gate_up, rest.n ? rest : down, down};
+    const int64_t n_matrices = rest.n ? 3 : 2;
+    int64_t n_used = 0, largest = 0, all = 0;
+    for (int64_t e = 0; on_disk && e < n_experts; e++) n_used += r.begin[e] != r.begin[e + 1];
+    for (int64_t m = 0; m < n_matrices; m++) {
+        const int64_t size = matrices[m].n_strips() * matrices[m].strip_bytes();
+        all += n_used * size;
+        largest = std::max(largest, size);
+    }
+    const bool in_blocks = all > MOST_AHEAD;  // experts are multiplied while the next ones are read
+    const int64_t block = in_blocks ? std::min(n_experts, MOST_AHEAD / largest + 1) : n_experts;
+    auto ask = [&](int64_t m, int64_t e) { read_ahead(matrices[m], r.begin, e, std::min(n_experts, e + block)); };
     if (on_disk)
-        parallel_for(n_experts, [&](int64_t e, int) {
-            if (r.begin[e] == r.begin[e + 1]) return;
-            for (const Matrix& w : {gate_up, rest, down})
-                if (w.n) read_ahead(w.expert(e).data, w.n_strips() * w.strip_bytes());
-        });
+        for (int64_t m = 0; m < (in_blocks ? 1 : n_matrices); m++) ask(m, 0);
     const int64_t n_groups = adapters.n_groups ? group_by_adapter(r, n_tokens * k, n_experts, k, adapters.slot_of, groups) : 0;
     // out[slot] += the adapters' terms of it.
     auto adapted = [&](const int64_t* table, int64_t width, auto input, float* out, int64_t stride) {
@@ -113,8 +135,9 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
         lora_up(n_groups, group_of, r.order, out, stride, s);
     };
 
-    // out[slot] = w[expert] . input(slot), rows of `stride` floats: one task per expert and share of its strips.
-    auto grouped = [&](const Matrix& w, auto input, float* out, int64_t stride) {
+    // out[slot] = w[expert] . input(slot), rows of `stride` floats, of matrix m: one task per expert and share of its strips.
+    auto grouped = [&](int64_t m, auto input, float* out, int64_t stride) {
+        const Matrix& w = matrices[m];
         auto rows_of = [&](int64_t first, int64_t n_rows) { return place_rows(workspace + first * row_bytes(w.k), n_rows, w); };
         parallel_for(n_experts, [&](int64_t e, int) {
             const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(w, n_rows);
@@ -123,20 +146,25 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
                 pack_tile(rows, m0, n_rows - m0 < step ? n_rows - m0 : step, w, [&](int64_t m) { return input(r.order[first + m]); });
         });
         const int64_t n_strips = w.n_strips(), share = n_strips < 4 ? n_strips : 4, n_tasks = (n_strips + share - 1) / share;
-        parallel_for(n_experts * n_tasks, [&](int64_t i, int) {
-            const int64_t e = i / n_tasks, s0 = i % n_tasks * share, first = r.begin[e], n_rows = r.begin[e + 1] - first;
-            if (n_rows == 0) return;
-            multiply(rows_of(first, n_rows), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips,
-                     {out, stride, r.order + first, false});
-        });
+        for (int64_t e0 = 0, e1; e0 < n_experts; e0 = e1) {
+            e1 = std::min(n_experts, e0 + block);
+            if (in_blocks && e1 < n_experts) ask(m, e1);
+            if (in_blocks && e1 == n_experts && m + 1 < n_matrices) ask(m + 1, 0);
+            parallel_for((e1 - e0) * n_tasks, [&](int64_t i, int) {
+                const int64_t e = e0 + i / n_tasks, s0 = i % n_tasks * share, first = r.begin[e], n_rows = r.begin[e + 1] - first;
+                if (n_rows == 0) return;
+                multiply(rows_of(first, n_rows), n_rows, w.expert(e), s0, s0 + share < n_strips ? s0 + share : n_strips,
+                         {out, stride, r.order + first, false});
+            });
+        }
     };
     auto token = [&](int64_t slot) { return h + slot / k * width; };
-    grouped(gate_up, token, up, 2 * inner);
-    if (rest.n) grouped(rest, token, up + gate_up.n, 2 * inner);
+    grouped(0, token, up, 2 * inner);
+    if (rest.n) grouped(1, token, up + gate_up.n, 2 * inner);
     adapted(adapters.table, width, token, up, 2 * inner);
     parallel_for(n_tokens * k, [&](int64_t slot, int) { silu_mul_row(up + slot * 2 * inner, inner, act + slot * inner); });
     auto activation = [&](int64_t slot) { return act + slot * inner; };
-    grouped(down, activation, y, width);
+    grouped(n_matrices - 1, activation, y, width);
     adapted(down_table, inner, activation, y, width);
     parallel_for(n_tokens, [&](int64_t t, int) {
         v16 open = splat(sigmoid1(logits[t * (n_experts + 1) + n_experts]));

@@ -725,6 +725,28 @@ def test_moe(program: Program, n_tokens: int, n_experts: int, k: int, format: st
     assert torch.equal(out[n_tokens:], residual[n_tokens:])
 
 
+@pytest.mark.parametrize("n_experts", [2, 12, 24])
+def test_experts_on_the_disk_give_the_same_bits(program: Program, n_experts: int) -> None:
+    """6 MB each: they are asked for at once, matrix by matrix, and in two blocks of experts a matrix."""
+    width, inner, t, k = 1024, 1024, 40, 2
+    h, logits = torch.randn(t, width).to(BF16), torch.randn(t, n_experts + 1)
+    gate_up, down = (
+        packed(torch.randn(n_experts, *size).to(BF16) / 32) for size in ((2 * inner, width), (width, inner))
+    )
+    outs = []
+    for on_disk in (False, True):
+        scratch = MoeScratch(
+            expert=torch.full((t, k), -1, dtype=I32), weight=poison(t, k), order=torch.full((t * k,), -1, dtype=I32),
+            begin=torch.full((n_experts + 1,), -1, dtype=I32), probabilities=poison(t, n_experts + 16),
+            rows=workspace(t * k, width), up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
+        )  # fmt: skip
+        outs.append(torch.zeros(t, width))
+        experts = Experts(gate_up, down, Routing(k, True), on_disk=on_disk)
+        moe(program, h, logits, experts, torch.zeros(t, width), outs[-1], count(t), scratch)
+    program.run()
+    assert torch.equal(*outs) and outs[0].any()
+
+
 def test_of_equal_experts_the_first_are_chosen(program: Program) -> None:
     width, inner, t, n_experts, k = 32, 32, 3, 20, 4
     h, logits = torch.randn(t, width).to(BF16), torch.zeros(t, n_experts + 1)
