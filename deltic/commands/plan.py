@@ -262,7 +262,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
-            plan.slots_bytes,
+            0 if plan.speaks else plan.slots_bytes,
             f"{plan.max_num_seqs} live + {plan.n_slots - plan.max_num_seqs} checkpoints of {plan.state_bytes / 1e6:.2f} MB"
             + ("" if plan.speaks else f", {plan.shape.state_dtype}"),
         ),
@@ -284,13 +284,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         ),
     }
     for name, (n_bytes, what) in rows.items():
-        left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
-        left_out |= set() if plan.table_bytes else {"embedding"}
-        left_out |= set() if plan.adapters.n else {"adapters"}
-        left_out |= set() if plan.drafter else {"draft model"}
-        left_out |= set() if plan.outside_bytes else {"experts"}
-        left_out |= set() if plan.tower else {"vision tower", "pictures"}
-        if name not in left_out:
+        if n_bytes or name == "host tier":
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
 
