@@ -121,7 +121,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     elif wanted > free - beside:
         whose = " of the GPU's memory" if on_gpu else ""
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
-    parts = [("", plan)] if not config.stages else _stages(config, device, plan, most)
+    stages = model.config.stages  # none of a speech model, whatever the environment says
+    parts = _stages(config, device, plan, most) if stages else [("", plan)]
     for layers, part in parts:
         if layers:
             console.print(layers, markup=False)
@@ -166,7 +167,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
-    if config.stages:
+    if stages:
         console.print("Speeds are of the layers here: a token takes the time of all machines, one behind the other.")
     try:
         roofs = _roofs(plan, weights, on_gpu) if is_here else None
