@@ -211,14 +211,6 @@ def system(conversation: Conversation, text: str) -> str:
     return "system message set" if text else "no system message"
 
 
-def add_picture(conversation: Conversation, name: str) -> str:
-    return _added(conversation.pictures, "picture", name)
-
-
-def add_video(conversation: Conversation, name: str) -> str:
-    return _added(conversation.videos, "video", name)
-
-
 def _added(files: list[str], noun: str, name: str) -> str:
     if not name:
         files.clear()
@@ -292,8 +284,8 @@ def _is_message(value: object) -> bool:
 COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
     "/clear": clear,
     "/system": system,
-    "/image": add_picture,
-    "/video": add_video,
+    "/image": lambda conversation, name: _added(conversation.pictures, "picture", name),
+    "/video": lambda conversation, name: _added(conversation.videos, "video", name),
     "/think": think,
     "/set": set_sampling,
     "/save": save,

@@ -121,7 +121,8 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     elif wanted > free - beside:
         whose = " of the GPU's memory" if on_gpu else ""
         console.print(f"[bold]for another machine: here only {free / 1e9:.1f} GB{whose} are free[/]")
-    parts = [("", plan)] if not config.stages else _stages(config, device, plan, most)
+    stages = model.config.stages  # none of a speech model, whatever the environment says
+    parts = _stages(config, device, plan, most) if stages else [("", plan)]
     for layers, part in parts:
         if layers:
             console.print(layers, markup=False)
@@ -166,7 +167,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
-    if config.stages:
+    if stages:
         console.print("Speeds are of the layers here: a token takes the time of all machines, one behind the other.")
     try:
         roofs = _roofs(plan, weights, on_gpu) if is_here else None
@@ -262,7 +263,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
-            plan.slots_bytes,
+            0 if plan.speaks else plan.slots_bytes,
             f"{plan.max_num_seqs} live + {plan.n_slots - plan.max_num_seqs} checkpoints of {plan.state_bytes / 1e6:.2f} MB"
             + ("" if plan.speaks else f", {plan.shape.state_dtype}"),
         ),
@@ -284,13 +285,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         ),
     }
     for name, (n_bytes, what) in rows.items():
-        left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
-        left_out |= set() if plan.table_bytes else {"embedding"}
-        left_out |= set() if plan.adapters.n else {"adapters"}
-        left_out |= set() if plan.drafter else {"draft model"}
-        left_out |= set() if plan.outside_bytes else {"experts"}
-        left_out |= set() if plan.tower else {"vision tower", "pictures"}
-        if name not in left_out:
+        if n_bytes or name == "host tier":
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
 

@@ -28,16 +28,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from deltic.batch_lines import N_TRIES, PATHS, BatchLine, ForeignFile, parse, read_results, wait_s
+from deltic.commands import endpoint as endpoints
 from deltic.commands import settings
-from deltic.commands.endpoint import (
-    Endpoint,
-    EndpointError,
-    asked_model,
-    error_message,
-    own_server,
-    picture_url,
-    reached,
-)
 from deltic.config import MayPass
 from deltic.json_types import JsonObject
 from deltic.logs import counted
@@ -151,7 +143,7 @@ def with_pictures(asked: JsonObject, path: str, urls: Sequence[str], videos: Seq
 
 
 async def send(
-    endpoint: Endpoint | Actors,
+    endpoint: endpoints.Endpoint | Actors,
     model: str,
     job: BatchLine,
     *,
@@ -179,7 +171,7 @@ async def send(
         try:
             reply = await endpoint.open("POST", job.path, asked)
             data = await reply.read()
-        except EndpointError as error:
+        except endpoints.EndpointError as error:
             if n_tries >= N_TRIES:
                 raise Stopped(f"after {n_tries} tries: {error}") from None
             await asyncio.sleep(0.5 * 2**n_tries)
@@ -200,7 +192,7 @@ async def send(
         body = {"error": {"message": "the answer is not JSON"}}
     result["response"] = {"status_code": reply.status, "body": body}
     if reply.status != 200:
-        result["error"] = {"code": f"http_{reply.status}", "message": error_message(body, reply.status)}
+        result["error"] = {"code": f"http_{reply.status}", "message": endpoints.error_message(body, reply.status)}
     return result
 
 
@@ -258,14 +250,14 @@ async def work(
 @contextlib.asynccontextmanager
 async def asked_server(
     arguments: argparse.Namespace, server_arguments: list[str]
-) -> AsyncIterator[tuple[Endpoint | Actors, str]]:
+) -> AsyncIterator[tuple[endpoints.Endpoint | Actors, str]]:
     """Yields who answers, and the model of lines that name none. Raises ServerFailed, EndpointError,
     ConfigError.
     """
     if arguments.ray is None:
-        with own_server(arguments, server_arguments) as server:
-            endpoint = await reached(arguments, server)
-            yield endpoint, await asked_model(arguments, endpoint)
+        with endpoints.own_server(arguments, server_arguments) as server:
+            endpoint = await endpoints.reached(arguments, server)
+            yield endpoint, await endpoints.asked_model(arguments, endpoint)
         return
     from deltic.ray.actors import cluster
 
@@ -277,7 +269,7 @@ async def asked_server(
 
 async def _run(arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO) -> Tally:
     console = Console(stderr=True)
-    pictures, videos = ([*map(picture_url, names)] for names in (arguments.image, arguments.video))
+    pictures, videos = ([*map(endpoints.picture_url, names)] for names in (arguments.image, arguments.video))
     done = finished(out)
     n_lines = sum(1 for line in source if line.strip())
     source.seek(0)

@@ -25,14 +25,16 @@ from deltic.runtime.wire import (
     LostError,
     PeerConnection,
     StageRefusal,
+    Welcome,
     check_private,
     parse_address,
     read_secret,
-    welcome,
 )
 
 log = logging.getLogger("deltic.stage")
 
+MOST_GUESTS = 64
+"""Connections of which it is not known yet who they are."""
 END_S = 5.0
 """Seconds that a worker may take to end behind its engine."""
 
@@ -56,46 +58,74 @@ def stage(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def serve(listener: socket.socket, secret: bytes, config: EngineConfig) -> None:
-    """Lets engines in, one at a time."""
+    """Lets engines in, one at a time. Nobody waits for who is slow to say who it is."""
     worker: Worker | None = None
+    guests: dict[int, Welcome] = {}
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     while True:
-        is_called = bool(poll.poll(200 if worker else None))
+        called = {number for number, _ in poll.poll(200 if worker or guests else None)}
         if worker is not None and worker.has_ended():
             worker = None
-        if not is_called:
-            continue
-        try:
-            connected, (host, port, *_) = listener.accept()
-        except OSError as error:  # who called has gone, or too many files are open
-            log.warning("nobody is let in: %s", error)
-            time.sleep(0.2)
-            continue
-        front = PeerConnection(connected, f"{host}:{port}")
-        try:
-            check_private(host, secret, "--listen")
-            welcome(front, secret)
-            if worker is not None:
-                front.receive(GREETING_S)  # what is closed unread takes the answer along
-                front.send(StageRefusal(f"it runs for {worker.front.name}", may_pass=True))
-            else:
-                worker = Worker(front, listener, config)
-        except (ConfigError, LostError, OSError) as error:  # of the last, a process that cannot be made
-            log.warning("%s:%d is not let in: %s", host, port, error)
-        if worker is None or worker.front is not front:
-            front.close()
+        if listener.fileno() in called:
+            _accept(listener, secret, guests, poll)
+        for number, guest in list(guests.items()):
+            front, is_served = guest.connection, False
+            try:
+                if number not in called and time.monotonic() < guest.until_s:
+                    continue
+                if not guest.read():
+                    continue
+                if worker is not None:
+                    front.receive(GREETING_S)  # what is closed unread takes the answer along
+                    front.send(StageRefusal(f"it runs for {worker.front.name}", may_pass=True))
+                else:
+                    others = [each.connection for each in guests.values() if each is not guest]
+                    worker, is_served = Worker(front, listener, others, config), True
+            except (LostError, OSError) as error:  # of the last, a process that cannot be made
+                log.warning("%s is not let in: %s", front.name, error)
+            del guests[number]
+            poll.unregister(number)
+            if not is_served:
+                front.close()
+
+
+def _accept(listener: socket.socket, secret: bytes, guests: dict[int, Welcome], poll: select.poll) -> None:
+    """Begins to welcome who calls, if there are not too many already: then whoever came first goes."""
+    try:
+        connected, (host, port, *_) = listener.accept()
+    except OSError as error:  # who called has gone, or too many files are open
+        log.warning("nobody is let in: %s", error)
+        time.sleep(0.2)
+        return
+    front = PeerConnection(connected, f"{host}:{port}")
+    try:
+        check_private(host, secret, "--listen")
+        guests[connected.fileno()] = Welcome(front, secret)
+        poll.register(connected, select.POLLIN)
+    except (ConfigError, LostError) as error:
+        log.warning("%s is not let in: %s", front.name, error)
+        front.close()
+    if len(guests) > MOST_GUESTS:
+        number = next(iter(guests))
+        poll.unregister(number)
+        guests.pop(number).connection.close()
 
 
 class Worker:
     """The process that runs a stage for one engine."""
 
-    def __init__(self, front: PeerConnection, listener: socket.socket, config: EngineConfig) -> None:
+    def __init__(
+        self, front: PeerConnection, listener: socket.socket, others: list[PeerConnection], config: EngineConfig
+    ) -> None:
+        """others: connections that are not the worker's."""
         log.info("%s is served", front.name)
         self.front, self._gone_s = front, 0.0
         self._pid = os.fork()
         if self._pid == 0:
             listener.close()
+            for other in others:
+                other.close()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that listens
             os._exit(_work(front, config))
 

@@ -133,7 +133,7 @@ def check_alone(configs: Sequence[EngineConfig]) -> None:
     for those of other GPUs, which could wait there for room that another model has. And where two models have
     a stage on one machine, for which the second would wait in vain.
     """
-    stages = [stage for config in configs for stage in config.stages]
+    stages = [stage for config in configs if config.stages and not speaks(config) for stage in config.stages]
     for stage in stages:
         if stages.count(stage) > 1:
             raise ConfigError(f"--stages: {stage} is named twice; it runs layers of one model, once")

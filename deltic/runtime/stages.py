@@ -411,7 +411,7 @@ class Stages:
         self._is_stepping = True
         if self.behind is not None:
             with self._losing():
-                self.behind.send(self._told.of(step))
+                self.behind.send(self._told.of(step), timeout_s=self.timeout_s)
 
     def receive(self, rows: Array) -> None:
         assert self._front is not None
@@ -421,7 +421,7 @@ class Stages:
     def pass_on(self, rows: Array) -> None:
         assert self.behind is not None
         with self._losing():
-            self.behind.send(Rows(rows.nbytes), raw(rows).data.cast("B"))
+            self.behind.send(Rows(rows.nbytes), raw(rows).data.cast("B"), self.timeout_s)
 
     def result(self) -> StepResult:
         assert self.behind is not None
@@ -452,7 +452,7 @@ class Stages:
         """Tells all machines behind."""
         if self.behind is not None:
             with self._losing():
-                self.behind.send(news)
+                self.behind.send(news, timeout_s=self.timeout_s)
 
     def hear(self, timeout_s: float = 0.0) -> None:
         while self.behind is not None and _waiting([self.behind], timeout_s):

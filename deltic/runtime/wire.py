@@ -40,14 +40,15 @@ class LostError(Exception):
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """The first message, of the end that listens."""
+    """The first message, of the end that listens: nothing that a stranger could use."""
 
-    build: str
     nonce: bytes
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
-    """Shows that its sender has the secret. nonce: what the other one has to sign."""
+    """Shows that its sender has the secret. nonce: what the other one has to sign. build: of an end that
+    knows whom it speaks to; "" before.
+    """
 
     build: str
     nonce: bytes
@@ -139,20 +140,27 @@ class PeerConnection:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
         self._sending = threading.Lock()
+        self._room = select.poll()
+        self._room.register(connected, select.POLLOUT)
         self._reported, self._reported_s = "", 0.0
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _UNHEARD_MS)):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def send(self, message: Message, rows: memoryview | None = None) -> None:
-        """Sends a message, and rows behind it. Raises LostError."""
+    def send(self, message: Message, rows: memoryview | None = None, timeout_s: float | None = None) -> None:
+        """Sends a message, and rows behind it. timeout_s: seconds in which the other end must take some of
+        it. Raises LostError.
+        """
         body = self._encoder.encode(message)
         try:
             with self._sending:
                 for part in (memoryview(len(body).to_bytes(4, "little") + body), rows):
                     while part:
-                        n = self.socket.send(part)  # each call has its timeout: a slow network is no fault
+                        # Each call has its timeout: a slow network is no fault.
+                        if not self._room.poll(None if timeout_s is None else timeout_s * 1000):
+                            raise TimeoutError
+                        n = self.socket.send(part, socket.MSG_DONTWAIT)
                         self.n_sent, part = self.n_sent + n, part[n:]
         except OSError as error:
             raise self._lost(error) from None
@@ -168,10 +176,26 @@ class PeerConnection:
             raise LostError(f"{self.name} sent a message of {n} bytes, where {most} are the most")
         body = bytearray(n)
         self._fill(memoryview(body), timeout_s, until)
+        return self.decoded(body)
+
+    def decoded(self, body: bytes | bytearray) -> Message:
+        """The message of some bytes. Raises LostError for what is none."""
         try:
             return self._decoder.decode(body)
         except msgspec.DecodeError as error:
             raise LostError(f"{self.name} sent what is no message ({error})") from None
+
+    def read_some(self, n: int) -> bytes:
+        """Reads up to n bytes of those that have come; none where none have. Raises LostError."""
+        try:
+            found = self.socket.recv(n, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise self._lost(error) from None
+        if not found:
+            raise LostError(f"{self.name} closed the connection")
+        return found
 
     def receive_rows(self, out: memoryview) -> None:
         """Fills bytes with the rows that are next. Raises LostError where others come."""
@@ -228,17 +252,38 @@ def _signature(secret: bytes, who: bytes, asked: bytes, own: bytes) -> bytes:
     return hmac.digest(secret, who + asked + own, hashlib.sha256)
 
 
-def welcome(connection: PeerConnection, secret: bytes) -> None:
-    """Lets in who has the secret, and shows that this end has it. Raises LostError for anybody else."""
-    nonce = secrets.token_bytes(32)
-    connection.send(Challenge(build(), nonce))
-    proof = connection.receive(is_greeting=True)
-    if not isinstance(proof, Proof):
-        raise LostError(f"{connection.name} did not say who it is")
-    if not hmac.compare_digest(proof.signature, _signature(secret, b"front", nonce, proof.nonce)):
-        connection.send(StageRefusal("the secret is another one; give both machines the same --stages-secret"))
-        raise LostError(f"{connection.name} has another secret")
-    connection.send(Proof(build(), b"", _signature(secret, b"stage", proof.nonce, nonce)))
+class Welcome:
+    """Lets in who has the secret, and shows that this end has it, whenever something has come: others need
+    not wait for one who is slow.
+    """
+
+    def __init__(self, connection: PeerConnection, secret: bytes) -> None:
+        """Raises LostError."""
+        self.connection, self.until_s = connection, time.monotonic() + GREETING_S
+        self._secret, self._nonce, self._come = secret, secrets.token_bytes(32), b""
+        connection.send(Challenge(self._nonce))
+
+    def read(self) -> bool:
+        """Reads what has come. Returns whether the other end is let in by now. Raises LostError for anybody
+        who has no secret, is no stage's front, or takes too long.
+        """
+        connection = self.connection
+        self._come += connection.read_some(MAX_GREETING + 4 - len(self._come))
+        n, body = int.from_bytes(self._come[:4], "little"), self._come[4:]
+        if len(self._come) >= 4 and n > MAX_GREETING:
+            raise LostError(f"{connection.name} sent a message of {n} bytes, where {MAX_GREETING} are the most")
+        if len(self._come) < 4 or len(body) < n:
+            if time.monotonic() > self.until_s:
+                raise LostError(f"{connection.name} is lost (it shows no sign of life)")
+            return False
+        proof = connection.decoded(body)
+        if not isinstance(proof, Proof) or len(body) > n:
+            raise LostError(f"{connection.name} did not say who it is")
+        if not hmac.compare_digest(proof.signature, _signature(self._secret, b"front", self._nonce, proof.nonce)):
+            connection.send(StageRefusal("the secret is another one; give both machines the same --stages-secret"))
+            raise LostError(f"{connection.name} has another secret")
+        connection.send(Proof(build(), b"", _signature(self._secret, b"stage", proof.nonce, self._nonce)))
+        return True
 
 
 def greet(connection: PeerConnection, secret: bytes) -> None:
@@ -251,18 +296,18 @@ def greet(connection: PeerConnection, secret: bytes) -> None:
         raise LostError(challenge.why)
     if not isinstance(challenge, Challenge):
         raise LostError(f"{connection.name} is no stage")
-    if challenge.build != build():
-        raise ConfigError(
-            f"stage {connection.name} runs Deltic {challenge.build}, and this is {build()}; install the same on all machines"
-        )
     nonce = secrets.token_bytes(32)
-    connection.send(Proof(build(), nonce, _signature(secret, b"front", challenge.nonce, nonce)))
+    connection.send(Proof("", nonce, _signature(secret, b"front", challenge.nonce, nonce)))
     answer = connection.receive(is_greeting=True)
     if isinstance(answer, StageRefusal):
         raise ConfigError(f"stage {connection.name}: {answer.why}")
     expected = _signature(secret, b"stage", nonce, challenge.nonce)
     if not isinstance(answer, Proof) or not hmac.compare_digest(answer.signature, expected):
         raise ConfigError(f"stage {connection.name} does not have the secret; is it another program?")
+    if answer.build != build():
+        raise ConfigError(
+            f"stage {connection.name} runs Deltic {answer.build}, and this is {build()}; install the same on all machines"
+        )
 
 
 def read_secret(file: Path | None) -> bytes:

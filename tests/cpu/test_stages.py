@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec import msgpack, structs
 
 from deltic.commands import stage as stage_command
 from deltic.commands.plan import report
@@ -33,20 +33,22 @@ from deltic.runtime.build import build_runner, check_alone, serve_stage, settle_
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fit import make_plan
-from deltic.runtime.stages import Stages, divide
+from deltic.runtime.stages import Stages, dial, divide
 from deltic.runtime.wire import (
+    GREETING_S,
     Challenge,
     Join,
     LostError,
     PeerConnection,
     StageRefusal,
+    Welcome,
     check_private,
     greet,
     parse_address,
-    welcome,
 )
 from tests.staged import Stage
 from tests.tiny import tiny_checkpoint
+from tests.tiny_speech import tiny_speech
 
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -321,6 +323,13 @@ def ends() -> Iterator[tuple[PeerConnection, PeerConnection]]:
         end.close()
 
 
+def welcome(end: PeerConnection, secret: bytes) -> None:
+    """Lets in, as soon as all has come."""
+    guest = Welcome(end, secret)
+    while not guest.read():
+        time.sleep(0.005)
+
+
 def welcomed(end: PeerConnection, secret: bytes) -> tuple[threading.Thread, list[str]]:
     """A thread that lets in, and what it says of who calls, once it is over; empty: it is let in."""
     said: list[str] = []
@@ -349,15 +358,20 @@ def test_both_ends_prove_the_secret(
         greet(front, b"other")
     thread.join()
     assert refused == ["front has another secret"]
-    stage.send(Challenge("0.0 abc", b"n" * 32))
-    with pytest.raises(ConfigError, match=r"stage stage runs Deltic 0.0 abc, and this is .*; install the same"):
-        greet(front, b"secret")
+    with monkeypatch.context() as patch:  # a stage of another build, which says so to those alone who have the secret
+        own, builds = wire.build(), iter(["0.0 abc"])
+        patch.setattr(wire, "build", lambda: next(builds, own))
+        thread, refused = welcomed(stage, b"secret")
+        with pytest.raises(ConfigError, match=r"stage stage runs Deltic 0.0 abc, and this is .*; install the same"):
+            greet(front, b"secret")
+        thread.join()
+    assert own.encode() not in msgpack.encode(Challenge(b"n" * 32))
 
 
 def test_a_stage_without_the_secret_is_none(ends: tuple[PeerConnection, PeerConnection]) -> None:
     """What it was sent it sends back: that signs nothing."""
     front, stage = ends
-    stage.send(Challenge(wire.build(), b"n" * 32))
+    stage.send(Challenge(b"n" * 32))
 
     def echo() -> None:
         proof = stage.receive()
@@ -437,6 +451,14 @@ def test_a_stage_has_one_place() -> None:
         check_alone(several)
 
 
+def test_a_speech_model_beside_machines_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of the environment holds for every model, and means nothing to one that speaks."""
+    monkeypatch.setenv("DELTIC_STAGES", "127.0.0.1:1")
+    config = EngineConfig(model=str(tiny_speech("base")), device="cpu", stages=("127.0.0.1:1",))
+    check_alone([config, config])
+    assert "127.0.0.1" not in report(config)
+
+
 def test_a_stage_outlives_a_lack_of_files_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has what it needs the third time."""
     calls: list[str] = []
@@ -459,7 +481,18 @@ def test_a_stage_outlives_a_lack_of_files_and_processes(monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(stage_command, "welcome", lambda *given: None)
+    class Guest:
+        """It is let in at once."""
+
+        until_s = 0.0
+
+        def __init__(self, front: PeerConnection, secret: bytes) -> None:
+            self.connection = front
+
+        def read(self) -> bool:
+            return True
+
+    monkeypatch.setattr(stage_command, "Welcome", Guest)
     monkeypatch.setattr(stage_command, "Worker", no_process)
     with socket.create_server(("127.0.0.1", 0)) as server:
         callers = [socket.create_connection(server.getsockname()) for _ in range(2)]
@@ -478,6 +511,13 @@ def test_a_stage_outlives_strangers_and_has_one_engine(monkeypatch: pytest.Monke
         for sent in (b"GET / HTTP/1.1\r\n\r\n", b"", json.dumps({}).encode()):
             with socket.create_connection((host, port)) as stranger:
                 stranger.sendall(sent)
+        slow = [socket.create_connection((host, port)) for _ in range(3)]
+        slow[1].sendall((90).to_bytes(4, "little") + b"x")
+        begun = time.monotonic()
+        dial(stage.address, b"").close()
+        assert time.monotonic() - begun < GREETING_S, "nobody waits for them"
+        for stranger in slow:
+            stranger.close()
         config = EngineConfig(model=checkpoint, stages=(stage.address,), **SETTINGS)
         wait = Stages.wait
         with monkeypatch.context() as patch:
