@@ -7,7 +7,8 @@ loop over K, for each weight: instructions of a thread, and those of the integer
 rate. Of a program: registers and shared memory; programs that a multiprocessor holds, and how often the chip
 has to be filled. Microseconds for all matrices of the kind: what reading them takes at H200's rate, and what
 their instructions take at CLOCK if none ever waits. A segment is taken as a product of its own. The same of
-the kernel in CUDA C++ (few_codes.py), where it multiplies and NVRTC or nvcc is here, by a turn of 256 columns.
+the kernel in CUDA C++ (few_codes.py), where it multiplies and NVRTC or nvcc is here: in a turn of 256
+columns.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def row(name: str, segment: Segment, splits: int, n: int, times: int, scratch: P
     cycles = weights / 32 / SCHEDULERS / CHIP.n_sms
     cuda = in_cuda(segment, splits, n, name == "gate_up", scratch)
     if cuda:
-        tiles, programs = cuda["cuda_tiles"], cuda["cuda_programs"]
-        rounds = -(-(-(-segment.n // (16 * tiles)) * splits) // programs)
+        tiles = cuda["cuda_tiles"]
+        rounds = -(-(-(-segment.n // (16 * tiles)) * splits) // cuda["cuda_programs"])
         busiest = rounds * tiles * 16 * CHIP.n_sms / segment.n / splits  # beside what all have in the mean
         most = max(cuda["cuda_instructions"], 2 * cuda["cuda_integer"])
         cuda["cuda_issue_us"] = cycles * most * busiest / CLOCK * 1e6
