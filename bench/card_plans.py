@@ -48,6 +48,12 @@ def bench_gpu(name: str, minutes: float, given: str, kind: str = "", gpus: int =
     return Step(name, minutes, (f"{GPU} {given}",), gpus, kind)
 
 
+def few_codes(name: str, minutes: float, format: str) -> Step:
+    """27B with few rows of codes multiplied in CUDA C++ and by Triton, in turns. Minutes are estimated."""
+    flags = f"--levers few_codes,deep_codes --rounds 3 --n 1,4,16 --output 128 --format {format} --memory-gb 60 --out {{out}}"
+    return Step(name, minutes, (f"python -m bench.gpu.ablate --dummy qwen3.5-27b {flags}",))
+
+
 def outside(name: str, minutes: float, format: str) -> Step:
     """35B with experts outside: at the end of its minutes no other size of the slots is begun."""
     flags = "--gb 4,8,12,16 --n 1,4,16 --rounds 3 --skew 1,3 --answers 250 --minutes {minutes} --out {out}"
@@ -90,6 +96,7 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         bench_gpu("27b-fp8", 3, f"{GPU_27B} --format fp8 {LOAD}"),
         bench_gpu("35b-int4", 2, f"{GPU_35B} --format {INT4} {LOAD}"),
         bench_gpu("27b-int4", 3, f"{GPU_27B} --format {INT4} {LOAD}"),
+        few_codes("few-codes-int4", 2.5, INT4),
         bench_gpu("35b-fp8", 2.2, f"{GPU_35B} --format fp8 {LOAD}"),
         Step(
             "contexts",
@@ -110,6 +117,8 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         bench_gpu("27b-fp8", 0.8, f"--dummy qwen3.5-27b --format fp8 --memory-gb 60 {FEW}", "files"),
         bench_gpu("35b-q8_0", 0.8, f"--dummy qwen3.5-35b-a3b --format Q8_0 --memory-gb 70 {FEW}", "files"),
         bench_gpu("35b-fp8", 0.8, f"--dummy qwen3.5-35b-a3b --format fp8 --memory-gb 70 {FEW}", "files"),
+        few_codes("few-codes-ud", 3, UD),
+        few_codes("few-codes-q8_0", 2.5, "Q8_0"),
         # a first start on four cores, without compiled kernels; then a card of 24 and one of 32 GB, filled
         Step(
             "first",
@@ -240,6 +249,7 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         Step("streams", 2.5, (f"{NATIVE} --name streams {T}index.py {T}streams.py {T}ngrams.py {T}engine.py "
                               "-k 'index or streams or ngrams or flash or pairs'",)),
         Step("experts", 3.5, (f"{NATIVE} --name experts --workers 4 {T}experts.py",)),
+        Step("few-codes", 3, (f"{NATIVE} --name few-codes --workers 8 {T}few_codes.py {T}hopper.py",)),
         Step("parts", 4, (f"{NATIVE} --name parts {T}parts.py {T}waits.py -k 'not two_gpus'",)),
         Step("two-gpus", 5, (f"{NATIVE} --name two-gpus {T}all_reduce.py {T}tensor_parallel.py {T}parts.py {T}waits.py "
                              "-k 'two_gpus or more_rows_than_run_at_once'",), gpus=2),

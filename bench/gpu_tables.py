@@ -11,13 +11,13 @@ from deltic.models.qwen.published import published_shape
 GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 GPU_FORMATS = ("fp8", "int4-g128-bfloat16")
 LARGE_SHAPES = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")
-NATIVE = ("drafters", "streams", "experts", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
+NATIVE = ("drafters", "streams", "experts", "few-codes", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
 """What is run by `bench.gpu.native`."""
 ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 """Settings whose runs stand in tables of their own."""
 
 
-OFF = ("deep_codes",)
+OFF = ("deep_codes", "few_codes")
 """Levers that are off as it is served."""
 
 

@@ -22,8 +22,10 @@ ARM = {"baseline", "neon_dotprod", "neon_i8mm"}
 LIBRARIES = {"x86_64": X86, "aarch64": ARM}
 CARRIED = {
     "deltic/ops/gpu/hopper.cu",
+    "deltic/ops/gpu/hopper_base.cu",
     "deltic/ops/gpu/hopper_codes.cu",
     "deltic/ops/gpu/hopper_few.cu",
+    "deltic/ops/gpu/hopper_few_codes.cu",
     "deltic/py.typed",
     "deltic/server/page/index.html",
     "deltic/server/page/main.js",

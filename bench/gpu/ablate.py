@@ -1,8 +1,9 @@
 """What each lever of a GPU brings: `python -m bench.gpu.ablate [MODEL | --dummy SHAPE] [--format NAME]
-[--max-drafts N]`.
+[--max-drafts N] [--levers NAME,...] [--rounds N]`.
 
 The time of a step with each lever off, one at a time, its launches, and whether the tokens stay the same;
-with --max-drafts also of drafts, of which random weights guess hardly any right.
+with --max-drafts also of drafts, of which random weights guess hardly any right. --levers: these alone;
+--rounds: all of it so often, in turns.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from bench.flags import add_model, add_some
 from bench.gpu.experiment import parser, run_model
 from deltic.bench.gpu import GpuModel, decode, n_launches, need_gpu, runner_of
 from deltic.bench.provenance import writer
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.ops.gpu.launch import Levers
 
 
-def variants(max_drafts: int) -> list[tuple[str, Levers, int]]:
+def variants(max_drafts: int, only: str = "") -> list[tuple[str, Levers, int]]:
     """Name, levers and most tokens of a draft: the base, one lever switched at a time, and drafts, where
-    there are any.
+    there are any. only: names of levers, else all. Raises ConfigError for one that is not there.
     """
     base = Levers()
     switched = {field.name: not field.default for field in dataclasses.fields(Levers)}
+    if unknown := set(filter(None, only.split(","))) - set(switched):
+        raise ConfigError(f"--levers {only}: no lever {', '.join(unknown)}; there are {', '.join(switched)}")
+    switched = {name: on for name, on in switched.items() if not only or name in only.split(",")}
     found = [("as served", base, 0)]
     found += [(f"{name}={'on' if on else 'off'}", replace(base, **{name: on}), 0) for name, on in switched.items()]
     return found + ([(f"max_drafts={max_drafts}", base, max_drafts)] if max_drafts else [])
@@ -55,7 +59,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
         title=f"{shape_name}: one lever changed at a time",
     )
     console = Console(stderr=True)
-    for name, levers, n_drafts in variants(max_drafts):
+    for name, levers, n_drafts in arguments.rounds * variants(max_drafts, arguments.levers):
         with console.status(name):
             engine = model.engine(levers, max(rows), max_drafts=n_drafts)
             row: dict[str, Any] = {"lever": name}
@@ -88,6 +92,8 @@ def main() -> None:
     add_model(flags)
     flags.add_argument("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
     flags.add_argument("--format", metavar="NAME", help="of a dummy's weights, such as ud-q4_k_xl")
+    flags.add_argument("--levers", default="", metavar="NAME,...", help="default: all")
+    flags.add_argument("--rounds", type=int, default=1, metavar="N", help="default: 1")
     flags.add_argument("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
     add_some(flags, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
     run_model(flags, bench)

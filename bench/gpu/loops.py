@@ -6,13 +6,16 @@ Each matrix of a model, by kind and format: Triton's kernel is compiled for Hopp
 loop over K, for each weight: instructions of a thread, and those of the integer units, which have half of the
 rate. Of a program: registers and shared memory; programs that a multiprocessor holds, and how often the chip
 has to be filled. Microseconds for all matrices of the kind: what reading them takes at H200's rate, and what
-their instructions take at CLOCK if none ever waits. A segment is taken as a product of its own.
+their instructions take at CLOCK if none ever waits. A segment is taken as a product of its own. The same of
+the kernel in CUDA C++ (few_codes.py), where it multiplies and NVRTC or nvcc is here: in a turn of 256
+columns.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -28,7 +31,7 @@ from bench.gpu.experiment import parser
 from deltic.bench.provenance import code, now
 from deltic.models.qwen.published import published_shape
 from deltic.models.qwen.weights import dummy_formats, empty_weights
-from deltic.ops.gpu import linear
+from deltic.ops.gpu import few_codes, hopper, linear
 from deltic.ops.gpu.chip import CHIPS
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.weight import DeviceStore
@@ -69,6 +72,62 @@ def loop_of(text: str) -> Counter[str]:
     return min(found, key=Counter.total, default=Counter())
 
 
+def turn_of(text: str) -> Counter[str]:
+    """Instructions by name of a turn of the loop around all that multiplies, but for what is jumped over
+    where another turn follows.
+    """
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif one := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([\w.]+)(.*);", line):
+            if one[1].startswith("BRA") and (to := re.search(r"\(\s*(\.L_x_\d+)\)", one[2])):
+                jumps.append((len(names), to[1]))
+            names.append(one[1])
+    multiply = [i for i, name in enumerate(names) if "MMA" in name]
+    around = [(labels[to], at + 1) for at, to in jumps if labels[to] <= multiply[0] and at > multiply[-1]]
+    begin, end = min(around, key=lambda loop: loop[1] - loop[0])
+    over = next((at + 1, labels[to]) for at, to in jumps if at > multiply[-1] and at < labels[to] <= end)
+    return Counter(names[begin : over[0]] + names[over[1] : end])
+
+
+def in_cuda(segment: Segment, splits: int, n: int, swiglu: bool, scratch: Path) -> dict[str, Any]:
+    """Cells of the kernel in CUDA C++; none where it does not multiply, or nothing compiles it."""
+    out = torch.empty((n, segment.n // 2) if swiglu else (splits, n, segment.n), device="meta")
+    plan = few_codes.plan_of(n, [(segment, out)], swiglu)
+    if plan is None or (hopper.nvrtc is None and shutil.which("nvcc") is None):
+        return {}
+    if hopper.nvrtc is not None:
+        scratch.write_bytes(hopper._compile(plan.kernel))
+    else:
+        source = scratch.with_suffix(".cu")
+        source.write_text(plan.kernel.source())
+        subprocess.run(["nvcc", "-w", "-arch=sm_90a", "-std=c++17", "-cubin", "-o", scratch, source], check=True)
+    names, weights = turn_of(disassembly(scratch)), 128 * plan.kernel.forms[0].tiles
+    stage = few_codes.stage_of(plan.kernel.forms[0], plan.tiles[0], plan.kernel.tokens)
+    return {
+        "cuda_instructions": names.total() / weights, "cuda_registers": registers_of(scratch),
+        "cuda_integer": sum(count for name, count in names.items() if INTEGER.match(name)) / weights,
+        "cuda_tiles": plan.tiles[0], "cuda_programs": plan.programs[0], "cuda_stages": plan.stages[0],
+        "cuda_stage_bytes": stage.n_bytes,
+    }  # fmt: skip
+
+
+def disassembly(file: Path) -> str:
+    """Says what is in a file of machine code."""
+    tool = triton.knobs.nvidia.nvdisasm.path
+    return subprocess.run([tool, "-c", str(file)], capture_output=True, text=True, check=True).stdout
+
+
+def registers_of(file: Path) -> int:
+    """Registers of a thread."""
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:(\d+)", said)[-1])
+
+
 def compiled(segment: Segment, splits: int, n: int, swiglu: bool, scratch: Path) -> tuple[Loop, linear.Narrow, int]:
     """The loop, the configuration and the number of programs of a product of n rows with a segment."""
     m, k = segment.n, segment.k
@@ -89,15 +148,9 @@ def compiled(segment: Segment, splits: int, n: int, swiglu: bool, scratch: Path)
     (job,) = jobs
     kernel = job.kernel.preload(job.specialisation)
     scratch.write_bytes(kernel.asm["cubin"])
-    tools = triton.knobs.nvidia
-
-    def said(*command: str) -> str:
-        return subprocess.run([*command, str(scratch)], capture_output=True, text=True, check=True).stdout
-
-    names = loop_of(said(tools.nvdisasm.path, "-c"))
-    registers = int(re.findall(r"REG:(\d+)", said(tools.cuobjdump.path, "--dump-resource-usage"))[-1])
+    names = loop_of(disassembly(scratch))
     integer = sum(count for name, count in names.items() if INTEGER.match(name))
-    loop = Loop(names.total(), integer, registers, kernel.metadata.shared)
+    loop = Loop(names.total(), integer, registers_of(scratch), kernel.metadata.shared)
     return loop, config, -(-m // config.block_m) * splits * -(-n // linear._token_tile(n))
 
 
@@ -108,7 +161,14 @@ def row(name: str, segment: Segment, splits: int, n: int, times: int, scratch: P
     registers = -(-loop.registers // 8) * 8 * 32 * config.num_warps
     together = min(REGISTERS // registers, SHARED // (loop.shared + 1024))
     weights = times * segment.n * segment.k
-    cycles = weights / each / 32 / SCHEDULERS / CHIP.n_sms
+    cycles = weights / 32 / SCHEDULERS / CHIP.n_sms
+    cuda = in_cuda(segment, splits, n, name == "gate_up", scratch)
+    if cuda:
+        tiles = cuda["cuda_tiles"]
+        rounds = -(-(-(-segment.n // (16 * tiles)) * splits) // cuda["cuda_programs"])
+        busiest = rounds * tiles * 16 * CHIP.n_sms / segment.n / splits  # beside what all have in the mean
+        most = max(cuda["cuda_instructions"], 2 * cuda["cuda_integer"])
+        cuda["cuda_issue_us"] = cycles * most * busiest / CLOCK * 1e6
     return {
         "product": name, "format": segment.format.name, "n": segment.n, "k": segment.k, "splits": splits,
         "times": times, "MB": times * segment.data.nbytes / 1e6, "tile": f"{config.block_m} x {config.block_k}",
@@ -116,7 +176,7 @@ def row(name: str, segment: Segment, splits: int, n: int, times: int, scratch: P
         "registers": loop.registers, "shared": loop.shared, "together": together,
         "waves": programs / (together * CHIP.n_sms), "programs": programs,
         "read_us": times * segment.data.nbytes / READ * 1e6,
-        "issue_us": cycles * max(loop.instructions, 2 * loop.integer) / CLOCK * 1e6,
+        "issue_us": cycles / each * max(loop.instructions, 2 * loop.integer) / CLOCK * 1e6, **cuda,
     }  # fmt: skip
 
 
@@ -154,8 +214,8 @@ def main() -> None:
                 print(
                     json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in rows[-1].items()}), flush=True
                 )
-    for key in ("MB", "read_us", "issue_us"):
-        print(key, round(sum(each[key] for each in rows)))
+    for key in ("MB", "read_us", "issue_us", "cuda_issue_us"):
+        print(key, round(sum(each.get(key, each["issue_us"]) for each in rows)))
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         about = {"bench": "loops", "date": now().isoformat(), "triton": triton.__version__, "code": code()}

@@ -278,6 +278,9 @@ def test_drafts_are_ablated_where_there_are_any() -> None:
     assert names[0] == "as served" and {"pdl=off", "deep_codes=on"} <= set(names) and len(set(names)) == len(names)
     assert [(name, n) for name, _, n in ablate.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
     assert ablate.variants(8)[-1][1] == ablate.variants(8)[0][1]
+    assert [name for name, _, _ in ablate.variants(0, "few_codes,pdl")] == ["as served", "pdl=off", "few_codes=on"]
+    with pytest.raises(ConfigError, match="--levers few: no lever few; there are graphs, "):
+        ablate.variants(0, "few")
 
 
 def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,12 +298,16 @@ def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ablate, "decode", lambda engine, n, *_, seed: ([0.01] * n, [[n, made[-1].split_k]]))
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     given = dict(as_chip=None, n="1,8", format=None, output=8, out=str(tmp_path / "2026-01-01-h200"))
-    arguments = argparse.Namespace(**given)
+    arguments = argparse.Namespace(**given, levers="", rounds=1)
     assert ablate.bench(arguments, EngineConfig(dummy="qwen3.5-0.8b")) == 0
     rows = json.loads(next((tmp_path / "2026-01-01-h200").glob("ablate-qwen3.5-0.8b-*.json")).read_text())["rows"]
     assert [row["lever"] for row in rows] == [name for name, _, _ in ablate.variants(0)]
     assert [row["lever"] for row in rows if not row["same_tokens"]] == ["split_k=off"]
     assert {(row["ms_1"], row["ms_8"], row["launches"]) for row in rows} == {(10.0, 10.0, 454)}
+    made.clear()
+    arguments = argparse.Namespace(**given, levers="pdl", rounds=2)
+    assert ablate.bench(arguments, EngineConfig(dummy="qwen3.5-0.8b")) == 0
+    assert [levers.pdl for levers in made] == [True, False, True, False], "in turns"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
@@ -411,6 +418,25 @@ def test_the_loop_that_multiplies_is_counted() -> None:
 """
     assert loops.loop_of(text) == {"LOP3.LUT": 1, "HGMMA.64x16x16.F32.BF16": 1, "BRA": 1}
     assert not loops.loop_of(text.replace("HGMMA", "FADD"))
+
+
+def test_a_turn_is_counted_without_what_is_behind_the_last() -> None:
+    """Loops that wait inside it, and stores that another turn jumps over, are not those of a turn."""
+    text = """.L_x_1:
+        /*0000*/                   LDS R0, [R2] ;
+        /*0010*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+.L_x_4:
+        /*0020*/              @!P2 BRA `(.L_x_5) ;
+        /*0030*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0040*/               @P0 BRA `(.L_x_2) ;
+        /*0050*/                   STG.E [R2], R8 ;
+.L_x_2:
+        /*0060*/               @P1 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+.L_x_5:
+        /*0080*/                   BRA `(.L_x_4) ;
+"""
+    assert loops.turn_of(text) == {"LDS": 1, "HMMA.16816.F32.BF16": 2, "BRA": 3}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")

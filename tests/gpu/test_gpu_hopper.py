@@ -46,7 +46,7 @@ def test_kernels_fill_the_chip(n: int, name: str, side: int, monkeypatch: pytest
             assert kernel.width in hopper.WIDTHS and kernel.tokens == (64 if n <= 64 else 128)
         assert kernel.side_width % 16 == 0 and kernel.beside.rows < side + 32
         assert bool(kernel.side_width) == bool(side)
-        free = hopper._shared_bytes() - hopper.ALIGNMENTS - kernel.codes[0] * kernel.codes[1]
+        free = hopper.shared_bytes() - hopper.ALIGNMENTS - kernel.codes[0] * kernel.codes[1]
         assert kernel.stage_bytes * 3 < free, "three blocks on their way"
     # one program for each multiprocessor, all with as many rows as they can be equal in
     assert hopper.kernel_for(64, 5120, 4, FP8) == hopper.Kernel(80, 64, FP8)
@@ -84,13 +84,11 @@ def test_few_rows_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(1, 248320, 5120, 1) is None and chosen(16, 12288, 2048, 1, side=64) is not None
     for width, n_blocks in ((272, 40), (320, 200), (32, 8)):
         kernel = hopper.FewKernel(width, 16, BLOCKS)
-        free = hopper._shared_bytes() - hopper.ALIGNMENTS - kernel.table_bytes(n_blocks)
+        free = hopper.shared_bytes() - hopper.ALIGNMENTS - kernel.table_bytes(n_blocks)
         assert kernel.stage_bytes * 3 < free
     # behind a norm of long rows nobody stands beside, and one multiprocessor is left
     kernel = hopper.FewKernel(128, 8, BLOCKS, 32)
-    assert (
-        hopper._room(kernel, 5120, 1) == HOPPER.shared_bytes > hopper._room(kernel, 5120, 2) == hopper._shared_bytes()
-    )
+    assert hopper._room(kernel, 5120, 1) == HOPPER.shared_bytes > hopper._room(kernel, 5120, 2) == hopper.shared_bytes()
     assert hopper._room(kernel.beside, 5120, 1) == HOPPER.shared_bytes and not hopper._is_alone(2048, 1)
     assert HOPPER.n_sms - 1 == -(-16384 // 128) + -(-96 // 32)
 
@@ -188,7 +186,7 @@ def test_only_what_a_format_uses_is_compiled(name: str, monkeypatch: pytest.Monk
     """Of e4m3 that is stored in blocks of 128 x 128 the kernel that knows it."""
     begun: list[hopper.Kernel] = []
     monkeypatch.setattr(hopper, "works", lambda: True)
-    monkeypatch.setattr(hopper, "_begin", begun.append)
+    monkeypatch.setattr(hopper, "begin", begun.append)
     monkeypatch.setattr(launches, "compile_only", True)
     w = Matrix.empty(1024, 4096, WEIGHT_FORMATS[name], "rows", 1, DeviceStore("meta").empty)
     rows = fp8_rows("rows", 64, 4096, allocate_on("meta"))

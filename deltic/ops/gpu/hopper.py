@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import triton
@@ -46,6 +46,7 @@ except ImportError:  # a CPU, or a torch without CUDA
 log = logging.getLogger("deltic.engine")
 
 SOURCE = Path(__file__).with_suffix(".cu")
+SOURCE_OF_ALL = SOURCE.with_name("hopper_base.cu")
 SOURCE_OF_CODES = SOURCE.with_name("hopper_codes.cu")
 SOURCE_OF_FEW = SOURCE.with_name("hopper_few.cu")
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160)
@@ -127,7 +128,7 @@ class Kernel:
     """Width of a second weight beside it, in bfloat16; 0: there is none."""
     swiglu: bool = False
     """True for one of few rows that ends in SwiGLU."""
-    files: ClassVar[tuple[Path, ...]] = (SOURCE,)
+    files: ClassVar[tuple[Path, ...]] = (SOURCE_OF_ALL, SOURCE)
 
     @property
     def groups(self) -> int:
@@ -216,7 +217,7 @@ class Kernel:
 class CodesKernel(Kernel):
     """The same with codes of 4 bits: their rows are the left side, CODE_ROWS a group of warps."""
 
-    files = (SOURCE, SOURCE_OF_CODES)
+    files = (SOURCE_OF_ALL, SOURCE, SOURCE_OF_CODES)
 
     @property
     def groups(self) -> int:
@@ -251,7 +252,7 @@ class CodesKernel(Kernel):
 class FewKernel(Kernel):
     """The same of few rows of x: rows of w are the left side, those of a program in two halves."""
 
-    files = (SOURCE, SOURCE_OF_FEW)
+    files = (SOURCE_OF_ALL, SOURCE, SOURCE_OF_FEW)
 
     @property
     def is_wide(self) -> bool:
@@ -426,13 +427,19 @@ def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _file(kernel: Kernel) -> Path:
+class Compiled(Protocol):
+    """Kernel that says its source, and is equal to another one that says the same."""
+
+    def source(self) -> str: ...
+
+
+def _file(kernel: Compiled) -> Path:
     """The file that keeps the machine code."""
     digest = hashlib.sha256(f"{_check(nvrtc.nvrtcVersion())} {kernel.source()}".encode()).hexdigest()
     return Path(triton.knobs.cache.dir) / f"deltic-{digest[:24]}.cubin"
 
 
-def _compile(kernel: Kernel) -> bytes:
+def _compile(kernel: Compiled) -> bytes:
     """Makes the machine code, or finds it beside Triton's cache. Raises RuntimeError: the compiler's log."""
     file = _file(kernel)
     if file.exists():
@@ -458,7 +465,7 @@ def _compile(kernel: Kernel) -> bytes:
     return code
 
 
-_compiled: dict[Kernel, Future[bytes]] = {}
+_compiled: dict[Compiled, Future[bytes]] = {}
 
 
 @cache
@@ -466,7 +473,7 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n_usable_cpus(), "hopper")
 
 
-def _begin(kernel: Kernel) -> Future[bytes]:
+def begin(kernel: Compiled) -> Future[bytes]:
     if kernel not in _compiled:
         _compiled[kernel] = _compilers().submit(_compile, kernel)
     return _compiled[kernel]
@@ -479,10 +486,10 @@ def wait() -> list[str]:
 
 
 @cache
-def _function(kernel: Kernel, device: int) -> Any:
+def _function(kernel: Compiled, device: int) -> Any:
     """The function, loaded on the current device. device: its number."""
     try:
-        (module,) = _check(driver.cuModuleLoadData(_begin(kernel).result()))
+        (module,) = _check(driver.cuModuleLoadData(begin(kernel).result()))
     except RuntimeError:  # a file that was cut off
         _file(kernel).unlink(missing_ok=True)
         (module,) = _check(driver.cuModuleLoadData(_compile(kernel)))
@@ -517,27 +524,32 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class _TensorMap:
-    """Describes rows in memory to the copies: boxes of so many of them, 128 bytes wide, swizzled."""
+class TensorMap:
+    """Describes rows in memory to the copies: boxes of so many of them, and of so many bytes of each."""
 
-    def __init__(self, data: Tensor, n_rows: int, row_bytes: int, each: int, box_rows: int) -> None:
-        """each: bytes of an element, 1 or 2."""
-        self._memory = ctypes.create_string_buffer(128 + _ALIGNED)
-        self.address = -(-ctypes.addressof(self._memory) // _ALIGNED) * _ALIGNED
+    def __init__(
+        self, at: int, n_rows: int, row_bytes: int, each: int, box: tuple[int, int], swizzled: bool = True
+    ) -> None:
+        """at: the address; each: bytes of an element, 1, 2 or 4; box: rows, and bytes of each, 128, 64 or 32
+        where they are swizzled.
+        """
+        self.memory = ctypes.create_string_buffer(128 + _ALIGNED)
+        self.address = -(-ctypes.addressof(self.memory) // _ALIGNED) * _ALIGNED
         dtypes, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-        dtype = dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT8 if each == 1 else dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        dtype = {1: dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                 4: dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT32}[each]  # fmt: skip
+        swizzle = getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{f'{box[1]}B' if swizzled else 'NONE'}")
         status = _library().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(self.address), int(dtype), 2, ctypes.c_void_p(data.data_ptr()),
+            ctypes.c_void_p(self.address), int(dtype), 2, ctypes.c_void_p(at),
             (ctypes.c_uint64 * 2)(row_bytes // each, n_rows), (ctypes.c_uint64 * 1)(row_bytes),
-            (ctypes.c_uint32 * 2)(128 // each, box_rows), (ctypes.c_uint32 * 2)(1, 1),
-            0, int(swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
-            int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B), 0,
+            (ctypes.c_uint32 * 2)(box[1] // each, box[0]), (ctypes.c_uint32 * 2)(1, 1),
+            0, int(swizzle), int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B), 0,
         )  # fmt: skip
         if status:
             raise RuntimeError(f"CUDA: cuTensorMapEncodeTiled gives {status}")
 
 
-def _shared_bytes() -> int:
+def shared_bytes() -> int:
     """Shared memory of a program: what leaves room for one of the kernel in front, a norm, beside it, where
     registers do (not those of wide ones).
     """
@@ -546,15 +558,15 @@ def _shared_bytes() -> int:
 
 def _room(kernel: Kernel, k: int, splits: int) -> int:
     """Shared memory of a program of a product that walks k columns in so many slices."""
-    return chip().shared_bytes if isinstance(kernel, FewKernel) and _is_alone(k, splits) else _shared_bytes()
+    return chip().shared_bytes if isinstance(kernel, FewKernel) and _is_alone(k, splits) else shared_bytes()
 
 
 @dataclass(frozen=True)
 class _Given:
     """Arguments of a product with one weight."""
 
-    w: _TensorMap
-    x: _TensorMap
+    w: TensorMap
+    x: TensorMap
     arguments: _Arguments
     n_stages: ctypes.c_int
 
@@ -593,8 +605,8 @@ def _given(
     assert n_stages >= 2, "a block is released when the next one is being multiplied"
     w_bytes, w_each = int(segment.k * segment.format.bits) // 8, 2 if segment.format.codes == "bf16" else 1
     return _Given(
-        _TensorMap(segment.data, segment.n, w_bytes, w_each, kernel.box_rows(swiglu)),
-        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, kernel.x_rows),
+        TensorMap(segment.data.data_ptr(), segment.n, w_bytes, w_each, (kernel.box_rows(swiglu), 128)),
+        TensorMap((x if rows is None else rows.codes).data_ptr(), n, row_bytes, each, (kernel.x_rows, 128)),
         a,
         ctypes.c_int(n_stages),
     )
@@ -614,23 +626,30 @@ def multiply(
         kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
     launches.n += 1
     if launches.compile_only:  # no weights are there yet
-        _begin(kernel)
+        begin(kernel)
         return
     given = _given(kernel, parts[0], x, rows if form.kind == E4M3 else None, swiglu)
     beside = _given(kernel.beside, others[0], x, None, False) if others else None
     n_beside = beside.arguments.n_tiles if beside else 0
     n_programs = min(given.arguments.n_tiles, max(1, chip().n_sms - n_beside))
+    programs = ctypes.c_int(n_programs)
+    addresses = [*given.addresses, ctypes.addressof(programs), *(beside.addresses if beside else ())]
+    shape = n_programs + n_beside, kernel.threads, _room(kernel, segment.k, splits)
+    start(kernel, shape, addresses, x.device.index)
+
+
+def start(kernel: Compiled, shape: tuple[int, int, int], addresses: Sequence[int], device: int) -> None:
+    """Starts a kernel. shape: programs, threads of each, and bytes of shared memory; addresses: of its
+    arguments.
+    """
     config = driver.CUlaunchConfig()
-    config.gridDimX = n_programs + n_beside
+    config.gridDimX, config.blockDimX, config.sharedMemBytes = shape
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.blockDimX, config.sharedMemBytes = kernel.threads, _room(kernel, segment.k, splits)
     config.hStream = torch.cuda.current_stream().cuda_stream
     if bound_levers().pdl and pdl_works():
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs = [attribute], 1
-    programs = ctypes.c_int(n_programs)
-    addresses = [*given.addresses, ctypes.addressof(programs), *(beside.addresses if beside else ())]
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    _check(driver.cuLaunchKernelEx(config, _function(kernel, x.device.index), ctypes.addressof(pointers), 0))
+    _check(driver.cuLaunchKernelEx(config, _function(kernel, device), ctypes.addressof(pointers), 0))

@@ -65,7 +65,7 @@ __device__ __forceinline__ void product_of_codes(
     for (int s = 0; s < n_stages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
     for (int s = 0; s < g.n_code_stages; ++s)
       barrier_init(code_full + 8 * s, 1), barrier_init(code_empty + 8 * s, WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+    show_barriers();
   }
   __syncthreads();
   // of SWIGLU the first half of the rows are of gate, the second the same ones of up

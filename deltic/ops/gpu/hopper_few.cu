@@ -19,8 +19,6 @@ __device__ __forceinline__ void store_float(u32 at, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_groups() {
   asm volatile("bar.sync 1, %0;" ::"n"(N_MULTIPLIERS) : "memory");
 }
@@ -49,7 +47,7 @@ __device__ __forceinline__ void product_of_few(
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, N_MULTIPLIERS / 32);
     }
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+    show_barriers();
   }
   __syncthreads();
   const int split = tile / g.tiles_m, row = (tile - split * g.tiles_m) * (IS_GATED ? HALF : 2 * HALF);

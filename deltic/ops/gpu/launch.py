@@ -59,6 +59,7 @@ class Levers:
     fused_sums: bool = _lever("sums over GPUs inside the norm")
     peer: bool = _lever("GPUs write to each other's memory, not to the host's")
     deep_codes: bool = _lever("more blocks of codes on their way for few rows", default=False)
+    few_codes: bool = _lever("multiply few rows by codes in CUDA C++, on Hopper", default=False)
 
     @contextmanager
     def bound(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ formats than bf16 the narrow kernel makes operands of a segment on their way to 
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
 bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, e4m3
 in blocks, and tens to hundreds of rows of bf16, e4m3 and 4 bits are multiplied by hopper.py, to the same bits
-again.
+again; and so are up to 16 rows of codes by few_codes.py, if its lever is on.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -35,7 +35,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu import hopper
+from deltic.ops.gpu import few_codes, hopper
 from deltic.ops.gpu.chip import chip, group_of, wait_for_front
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
 from deltic.ops.gpu.fp8 import (
@@ -395,6 +395,9 @@ def _multiply(
     if config is None and hopper.pays(n, parts, swiglu, in_blocks):
         hopper.multiply(x, parts, swiglu, rows, in_blocks)
         return
+    if config is None and few_codes.pays(n, parts, swiglu):
+        few_codes.multiply(x, parts, swiglu)
+        return
     sizes = n, m_used, k // splits, splits
     c = config or (narrow_config(*sizes) if segment.format.codes == "bf16" else decoded_config(*sizes, segment.format))
     _check_segment(segment, out, k // splits, c.block_k)
@@ -553,9 +556,7 @@ def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, block_k: int) -
 _SILU_BLOCK = 1024
 
 
-def _silu_mul(
-    gate_up: Tensor, out: Tensor, scale: Tensor | None, n: int, width: int, group: int
-) -> None:
+def _silu_mul(gate_up: Tensor, out: Tensor, scale: Tensor | None, n: int, width: int, group: int) -> None:
     """scale: where out are codes, each `group` columns with one."""
     check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
     launch(
@@ -566,9 +567,7 @@ def _silu_mul(
 
 def vendor_pays(t: int, m: int) -> bool:
     """Returns whether the vendor's library multiplies [t, k] by a weight of m rows: from one full wave of its
-    tiles on.
-
-    Below that it may split K, which changes bits, and is no faster.
+    tiles on. Below that it may split K, which changes bits, and is no faster.
     """
     return t >= 1024 and m % 8 == 0 and t * m >= chip().n_sms * 128 * 256
 

@@ -24,6 +24,8 @@ W is the left side, [M, K] x [K, N]: tensor cores take it from registers, where 
 
 from __future__ import annotations
 
+import re
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,14 +89,34 @@ def unit(codes, scales):
 
 @triton.constexpr_function
 def _assembly(codes, scales, group):
+    pairs = " ".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, v{i};" for i in range(4))
+    return f"{{ {' '.join(_lines(codes, scales, group))} {pairs} }}"
+
+
+@triton.constexpr_function
+def _lines(codes, scales, group):
     if lowered(codes, scales):
         lines = _of_lowered(codes, scales, int(group == 16))
     elif formats.CODES[codes] == "e2m1":
         lines = _of_e2m1()
     else:
         lines = _of_nibbles(codes, scales) if low_bits(codes) == 4 else _of_bytes(scales)
-    pairs = " ".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, v{i};" for i in range(4))
-    return f"{{ .reg .b32 t, u, x, y, i, one, none, s<2>, m<2>, f<2>, v<4>; {' '.join(lines)} {pairs} }}"
+    return [".reg .b32 t, u, x, y, i, one, none, s<2>, m<2>, f<2>, v<4>;", *lines]
+
+
+def packed_twice(format):
+    """Returns whether the last two operands of `assembly_of_pairs` have 64 bits, as `_packed` has them."""
+    scales = formats.SCALES.index(format.scales)
+    return lowered(formats.CODES.index(format.codes), scales) and (has_least(scales) or format.group == 16)
+
+
+def assembly_of_pairs(format):
+    """Assembly for CUDA C++: %0 .. %3 are pairs of bfloat16, %4 .. %7 what $8 .. $11 are."""
+    text = " ".join(_lines(formats.CODES.index(format.codes), formats.SCALES.index(format.scales), format.group))
+    for i in range(8, 12):
+        text = re.sub(rf"\${i}\b", f"%{i - 4}", text)
+    pairs = " ".join(f"mov.b32 %{i}, v{i};" for i in range(4))
+    return f"{{ {text} {pairs} }}"
 
 
 @triton.constexpr_function
