@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltic.engine.drafts import n_guessable
-from deltic.engine.step import Sequence, Step
+from deltic.engine.step import Step
 from deltic.models.dflash.cpu import BlockInputs, DFlash, allocate_drafter
 from deltic.models.dflash.shape import LEAST_CHANCE
 from deltic.models.qwen.cpu import Qwen
@@ -30,19 +30,13 @@ from deltic.ops.cpu.draft import RULED_OUT, BlockRows
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
-from deltic.runtime.cpu.sampler import Draws, Sampler
+from deltic.runtime.cpu.sampler import Draws, Guess, Sampler
 from deltic.runtime.plan import TextPlan
 
 
 @dataclass(eq=False)
-class _BlockGuess:
-    """Tokens that may follow a sequence's."""
-
-    sequence: Sequence
-    drawn: list[int]
-    """Tokens that the step drew: they are not among the sequence's tokens yet."""
-    n_wanted: int
-    tokens: list[int]
+class _BlockGuess(Guess):
+    """A block of them."""
 
     @property
     def anchor(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,18 +30,7 @@ from deltic.ops.cpu.index import GROUP
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
-from deltic.runtime.cpu.sampler import Draws, Sampler
-
-
-@dataclass(eq=False)
-class _Guess:
-    """Tokens that may follow a sequence's."""
-
-    sequence: Sequence
-    drawn: list[int]
-    """Tokens that the step drew: they are not among the sequence's tokens yet."""
-    n_wanted: int
-    tokens: list[int] = field(default_factory=list)
+from deltic.runtime.cpu.sampler import Draws, Guess, Sampler
 
 
 @dataclass(eq=False)
@@ -54,7 +43,7 @@ class _Rows:
     """The bits of bfloat16 [n, S H]."""
     ids: list[int]
     """Ids of the tokens behind the rows."""
-    guess: _Guess | None = None
+    guess: Guess | None = None
 
 
 class DraftHead:
@@ -138,7 +127,7 @@ class DraftHead:
             guess = None
             if i is not None and step.draws[i].n_guesses:
                 n_wanted = min(step.draws[i].n_guesses, n_guessable(chunk.sequence, len(tokens)))
-                guess = _Guess(chunk.sequence, tokens, n_wanted, guesses[i]) if n_wanted else None
+                guess = Guess(chunk.sequence, tokens, n_wanted, guesses[i]) if n_wanted else None
             hidden = None if is_decode else self._hidden[first : first + chunk.length]
             if (rows := self._take(chunk, tokens, guess, hidden)) is not None:
                 ready.append(rows)
@@ -149,7 +138,7 @@ class DraftHead:
             self._run(group)
         return guesses, time.perf_counter() - begin
 
-    def _take(self, chunk: Chunk, drawn: list[int], guess: _Guess | None, hidden: Array | None) -> _Rows | None:
+    def _take(self, chunk: Chunk, drawn: list[int], guess: Guess | None, hidden: Array | None) -> _Rows | None:
         """Takes a chunk's rows. Gives what is to be run now: all if there is a guess, else whole pages.
 
         hidden: of the chunk, where it is not waiting yet.

@@ -41,6 +41,17 @@ class _Draw(NamedTuple):
 _ANY = Rule()
 
 
+@dataclass(eq=False)
+class Guess:
+    """Tokens that may follow a sequence's."""
+
+    sequence: Sequence
+    drawn: list[int]
+    """Tokens that the step drew: they are not among the sequence's tokens yet."""
+    n_wanted: int
+    tokens: list[int]
+
+
 class Draws:
     """Draws of a step, up to n of them, as the operator reads them."""
 
