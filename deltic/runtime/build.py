@@ -188,9 +188,6 @@ def settle_text(
         max_drafts = max(max_drafts, min(TextKind.drafts, drafter.shape.most_guesses))
     kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
     has_mtp = max_drafts > 0 and drafter is None  # one of the two
-    if config.stages and device.name == "cuda":
-        notices += ("GPUs of several machines guess repeated text and grammars, and by no draft head",) * has_mtp
-        has_mtp = False
     shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and has_mtp)
     if config.dummy is None:
         shape = stored_shape(directory, shape, has_mtp)

@@ -99,8 +99,6 @@ ABSENT_ON_GPUS: dict[str, object] = {
     "expert-parallel": False,
     "draft-model": None,
     "max-picture-tokens": 0,
-    "lora": (),
-    "allow-lora-loading": False,
     "cache-host-gb": 0.0,
     "cache-dir": None,
 }

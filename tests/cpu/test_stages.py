@@ -70,7 +70,9 @@ class Chain:
         self.teller = StepTeller(first.info.max_num_seqs)
         self.mirrors = [Mirror(first.info.max_num_seqs) for _ in stages[1:]]
         self.info, self.max_logit_rows, self.tiers = first.info, first.max_logit_rows, first.tiers
-        self.pictures = self.adapters = self.replays = self.experts = None
+        self.info = msgspec.structs.replace(first.info, has_draft_head=stages[-1].info.has_draft_head)
+        self.pictures = self.replays = self.experts = None
+        self.adapters = first.adapters
         self.rows: list[Array] = []
         for stage in stages:
             stage.neighbours = self

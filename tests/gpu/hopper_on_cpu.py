@@ -141,7 +141,7 @@ class Kernels:
         """`few_codes.multiply` of tensors in the host's memory. Returns what the chip would not have allowed."""
         plan = few_codes.plan_of(len(x), parts, swiglu)
         assert plan is not None
-        rows = few_codes.x_map(x, plan.kernel.tokens)
+        rows: Any = few_codes.x_map(x, plan.kernel.tokens)
         rows.is_behind_wait = 1
         given = [few_codes.part_of(plan, i, part, len(x)) for i, part in enumerate(parts)]
         pointers = (ctypes.c_void_p * len(given))(*map(ctypes.addressof, given))

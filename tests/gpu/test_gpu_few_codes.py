@@ -28,6 +28,9 @@ from tests.quantised_rows import operands, random_rows
 
 FORMATS = [name for name, format in WEIGHT_FORMATS.items() if format.codes != "bf16" and few_codes._fits(format)]
 
+SHORT = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4", "int4-g128-bfloat16", "int8-g32-bfloat16.zero")
+"""Formats of the tests that are not long: each way to make operands."""
+
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
@@ -79,9 +82,11 @@ def parts_of(w: Matrix, out: Tensor) -> list[tuple[Segment, Tensor]]:
     return list(zip(w.segments, out.split([segment.n for segment in w.segments], -1), strict=True))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FORMATS]
+)
 def test_sums_have_the_order_of_k(name: str, kernels: Kernels, small_chip: None) -> None:
-    """Of every format: its operands, 16 columns after 16, in one sum. 12 tiles of w are too many for one wave: two take turns."""
+    """Of every format: its operands, 16 columns after 16, in one sum."""
     n, m, k, splits = (1, 144, 512, 1) if FORMATS.index(name) % 2 else (16, 96, 1024, 2)
     w, (made,) = matrix([(m, name)], k)
     x, out = rows_of_x(n, k), torch.full((splits, n, m), torch.nan)

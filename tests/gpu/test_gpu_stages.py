@@ -13,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from deltic.commands.plan import report
 from deltic.config import BUILT_IN, ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Vocabulary
@@ -27,8 +28,10 @@ from deltic.runtime.gpu.text import GpuTextRunner
 from tests import tiny
 from tests.cpu.test_joint_head import decider
 from tests.cpu.test_stages import Chain, said
+from tests.cpu.test_stages_drafts import guesses
 from tests.gpu.test_gpu_drafts import SMALL
 from tests.gpu.test_gpu_engine import guided_request, prompt, request
+from tests.gpu.test_gpu_lora import adapter_of
 from tests.staged import Stage
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
@@ -46,12 +49,12 @@ SETTINGS: dict[str, Any] = {
 
 
 @cache
-def checkpoint(kind: str, n_layers: int, tied: bool = False) -> Path:
+def checkpoint(kind: str, n_layers: int, tied: bool = False, has_mtp: bool = False) -> Path:
     """Smaller than those of other tests, interpreted."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_GPU:
             tiny.set_sizes(patch, SMALL)
-        return tiny.tiny_checkpoint(kind, n_layers=n_layers, tied=tied, seed=2)
+        return tiny.tiny_checkpoint(kind, n_layers=n_layers, tied=tied, has_mtp=has_mtp, seed=2)
 
 
 def runner_of(config: EngineConfig, begin: int, end: int) -> GpuTextRunner:
@@ -67,18 +70,26 @@ def runner_of(config: EngineConfig, begin: int, end: int) -> GpuTextRunner:
     return runner
 
 
-def answers(runner: Any, config: EngineConfig, rounds: int = 2) -> list[dict[tuple[str, int], list[Output]]]:
+def answers(
+    runner: Any, config: EngineConfig, rounds: int = 2, adapter: bytes = b""
+) -> list[dict[tuple[str, int], list[Output]]]:
     """What requests are answered, all together; the second time from the prefix cache. With drafts that are right, a grammar
-    behind a thought, penalties, log-probabilities of prompts and answers, two sequences of one prompt, and preemption."""
+    behind a thought, penalties, log-probabilities of prompts and answers, two sequences of one prompt, and preemption. Some of them have
+    the adapter."""
     vocabulary = Vocabulary((checkpoint("dense", 8) / "tokenizer.json").read_text)  # all models have this one
     engine, found = Engine(runner, vocabulary=vocabulary), []
     for _ in range(rounds):
         outputs: dict[tuple[str, int], list[Output]] = {}
-        engine.add(request("a", prompt(1, 70), 3))
-        engine.add(request("b", prompt(2, 20), 4, prompt_logprobs=2, temperature=1.0, seed=3))
-        engine.add(request("c", prompt(3, 5), 3, n=2, temperature=1.0, seed=5, repetition_penalty=1.2))
-        engine.add(request("d", [*prompt(4, 7), *[7] * 60], 8, logit_bias={7: 100.0}))
-        engine.add(guided_request("e", prompt(5, 9), 5, seed=1))
+        every = [
+            request("a", prompt(1, 70), 3),
+            request("b", prompt(2, 20), 4, prompt_logprobs=2, temperature=1.0, seed=3),
+            request("c", prompt(3, 5), 3, n=2, temperature=1.0, seed=5, repetition_penalty=1.2),
+            request("d", [*prompt(4, 7), *[7] * 60], 8, logit_bias={7: 100.0}),
+            guided_request("e", prompt(5, 9), 5, seed=1),
+        ]
+        for i, one in enumerate(every):
+            one.adapter = adapter if i % 2 else b""
+            engine.add(one)
         for n in itertools.count():
             if n == 3:
                 engine.scheduler._preempt(engine.scheduler._decodes[0])
@@ -100,12 +111,14 @@ class Case:
     path: Callable[[int], Path]
     settings: dict[str, Any] = field(default_factory=dict)
     n_stages: int = 2
+    is_adapted: bool = False
 
 
 def of_kind(kind: str, tied: bool = False) -> Callable[[int], Path]:
     return lambda n_layers: checkpoint(kind, n_layers, tied)
 
 
+LORA = {"allow_lora_loading": True, "max_loras": 2, "max_lora_rank": 20, "lora_gb": 0.01}
 CASES = {
     "dense": Case(of_kind("dense")),
     "moe": Case(of_kind("moe")),
@@ -121,8 +134,10 @@ CASES = {
     "w4a16": Case(lambda n: tiny_quantised("dense", "w4a16", n_layers=n).path),
     "nvfp4": Case(lambda n: tiny_quantised("dense", "nvfp4", n_layers=n).path),
     "gguf": Case(lambda n: tiny_gguf("dense", "Q8_0", n_layers=n)),
+    "adapters": Case(of_kind("dense"), LORA, is_adapted=True),
+    "adapters moe": Case(of_kind("moe"), LORA, is_adapted=True),
 }
-SHORT = ("dense", "moe", "three, tied")
+SHORT = ("dense", "moe", "three, tied", "adapters")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +151,44 @@ def test_layers_that_are_run_apart_are_the_model(name: str) -> None:
     stages = [runner_of(config, 4 * i, 4 * i + 4) for i in range(case.n_stages)]
     assert sum(stage.plan.weight_bytes for stage in stages) < alone.plan.weight_bytes * 1.1
     assert [stage.workspace.decode.logits.numel() > 0 for stage in stages] == [False] * (case.n_stages - 1) + [True]
-    expected = answers(alone, config)
-    for found, wanted in zip(answers(Chain(stages), config), expected, strict=True):
+    adapter = adapter_of(alone.plan.shape, 1) if case.is_adapted else None
+    for runner in (alone, *stages) if adapter is not None else ():
+        assert runner.adapters is not None  # a slot has the same number everywhere
+        assert runner.adapters.load_now(adapter.of_stage(runner.plan.shape)).error is None
+    key = b"" if adapter is None else adapter.key
+    expected = answers(alone, config, adapter=key)
+    for found, wanted in zip(answers(Chain(stages), config, adapter=key), expected, strict=True):
         assert said(found) == said(wanted)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("dense", False), pytest.param("moe", True, marks=pytest.mark.long)])
+def test_the_head_guesses_on_the_last_machine(kind: str, tied: bool) -> None:
+    """What it would on one GPU; and it changes no bit."""
+    config = EngineConfig(model=str(checkpoint(kind, 8, tied, has_mtp=True)), **SETTINGS)
+    alone, stages = runner_of(config, 0, 8), [runner_of(config, 0, 4), runner_of(config, 4, 8)]
+    assert alone.draft_head is not None and stages[0].draft_head is None and stages[1].draft_head is not None
+    expected, chain = guesses(alone, 4), Chain(stages)
+    assert chain.info.has_draft_head and any(any(made) for _, made in expected)
+    assert guesses(chain, 4) == expected
+    drawn = answers(alone, config)
+    for found, wanted in zip(answers(chain, config), drawn, strict=True):
+        assert said(found) == said(wanted)
+
+
+def test_the_plan_of_each_machine() -> None:
+    """For GPUs that are not here, too: the embedding is on the first alone, the head and room for logits on the last."""
+    config = EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=40, stages=("10.0.0.2:7000",))
+    said = " ".join(report(config).split())
+    assert "Layers 0 to 31 of 64, here:" in said and "Layers 32 to 63 of 64, 10.0.0.2:7000:" in said
+    assert "Rows from and to other machines take 0.17 GB of each host's memory more" in said
+    device = Gpu()
+    whole = settle_text(replace(config, stages=()), device).shape
+    stages = [
+        make_plan(device.text, settle_text(config, device, stage=number), 41 * 10**9, 1 << 36) for number in range(2)
+    ]
+    n_bytes = device.text.weight_bytes(whole, None) + whole.hidden_size * 4  # the last norm is on both
+    assert sum(plan.weight_bytes + plan.table_bytes for plan in stages) == n_bytes
+    assert [plan.workspace["logits"] > 0 for plan in stages] == [False, True]
 
 
 INTERPRETED = """
@@ -197,7 +247,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "parts": (lambda: {"tp_invariant": 2}, f"--tp-invariant: {NONE_YET}"),
     "experts dealt out": (lambda: {"expert_parallel": True}, f"--expert-parallel: {NONE_YET}"),
     "experts outside": (lambda: {"expert_memory": 1.0}, f"--expert-memory: {NONE_YET}"),
-    "adapters": (lambda: {"allow_lora_loading": True}, f"--allow-lora-loading: {NONE_YET}"),
     "pictures": (lambda: {"max_picture_tokens": 64}, f"--max-picture-tokens: {NONE_YET}"),
     "the host's memory": (lambda: {"cache_host_gb": 1.0}, f"--cache-host-gb: {NONE_YET}"),
     "the disk": (lambda: {"cache_dir": Path("/tmp")}, f"--cache-dir: {NONE_YET}"),
@@ -215,8 +264,3 @@ def test_what_machines_with_gpus_do_not_have(case: str) -> None:
     settings, said = REFUSED[case]
     with pytest.raises(ConfigError, match=said):
         settle(EngineConfig(**{"model": str(checkpoint("dense", 8)), "stages": ("127.0.0.1:1",), **settings()}), Gpu())
-
-
-def test_guesses_that_are_not_made_are_told() -> None:
-    model = settle_text(EngineConfig(dummy="qwen3.5-0.8b", stages=("127.0.0.1:1",), max_drafts=4), Gpu())
-    assert sum("draft head" in notice for notice in model.notices) == 1 and not model.shape.has_draft_head

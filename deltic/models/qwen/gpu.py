@@ -213,7 +213,7 @@ class QwenGpu:
         embedded = residual if b.streams is None else front(b.streams.embedded, n, h)
         begin_decode(rows_batch_slot, batch, w.embed if shape.embeds else None, rows=rows, residual=embedded)
         who = None if b.adapters is None else b.adapters.front(n)
-        self.linears.embedding(batch.last_token, embedded, who, rows_batch_slot, rows.drafts)
+        self.linears.embedding(batch.last_token, embedded, who if shape.embeds else None, rows_batch_slot, rows.drafts)
         if b.streams is not None:
             spread(embedded, residual.view(n, -1, h))
         if self.ngrams is not None:
@@ -495,7 +495,7 @@ class QwenGpu:
         added: Tensor | None = None
         if self.shape.embeds:
             embed(inputs.token_ids, w.embed, embedded, pictures)
-        self.linears.embedding(inputs.token_ids, embedded, inputs.adapters)
+            self.linears.embedding(inputs.token_ids, embedded, inputs.adapters)
         if b.streams is not None:
             spread(embedded, residual.view(t, -1, h))
         if self.ngrams is not None:

@@ -104,13 +104,13 @@ def _lines(codes, scales, group):
     return [".reg .b32 t, u, x, y, i, one, none, s<2>, m<2>, f<2>, v<4>;", *lines]
 
 
-def packed_twice(format):
+def packed_twice(format: formats.WeightFormat) -> bool:
     """Returns whether the last two operands of `assembly_of_pairs` have 64 bits, as `_packed` has them."""
     scales = formats.SCALES.index(format.scales)
-    return lowered(formats.CODES.index(format.codes), scales) and (has_least(scales) or format.group == 16)
+    return bool(lowered(formats.CODES.index(format.codes), scales) and (has_least(scales) or format.group == 16))
 
 
-def assembly_of_pairs(format):
+def assembly_of_pairs(format: formats.WeightFormat) -> str:
     """Assembly for CUDA C++: %0 .. %3 are pairs of bfloat16, %4 .. %7 what $8 .. $11 are."""
     text = " ".join(_lines(formats.CODES.index(format.codes), formats.SCALES.index(format.scales), format.group))
     for i in range(8, 12):
