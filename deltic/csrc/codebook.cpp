@@ -10,7 +10,7 @@ template <Codes C>
 void unpack(const uint8_t* units, int64_t n, uint8_t* to) {
     for (int64_t u = 0; u < n; u++) {
         w16 words[8];
-        unpack_unit<C>(units + u * unit_bytes(C), words);
+        expand<C>(look<C>(units + u * unit_bytes(C)), words);
         memcpy(to + u * 512, words, 512);
     }
 }
@@ -75,42 +75,42 @@ void unpack(const uint8_t* units, int64_t n, uint8_t* to) {
 
 #endif
 
-// Of each index of IQ1 what stands for its entry: 8 bits of an index in memory, then the 4 above.
-struct Factors {
-    uint16_t of_index[2048]{};
-    constexpr Factors() {
+// Of each index what stands for its entry among the products: 8 bits of an index in memory, and the higher ones.
+template <Codes C>
+struct Places {
+    uint16_t of_index[1 << index_bits(C)]{};
+    constexpr Places() {
         uint16_t of_entry[1 << 16]{};
-        for (int i = 0; i < FIRST_BYTES * 16; i++) of_entry[factor(i / 16) | factor(FIRST_BYTES + i / 256 * 16 + i % 16) << 8] = (uint16_t)i;
-        for (int i = 0; i < 2048; i++) of_index[i] = of_entry[halved(ENTRIES[i])];
+        for (int64_t code = 0; code < 256 << high_bits(C); code++) of_entry[product(C, code)] = (uint16_t)code;
+        for (int i = 0; i < 1 << index_bits(C); i++) of_index[i] = of_entry[halved(ENTRIES[first_entry(C) + i])];
+    }
+    constexpr bool has_all() const {
+        for (int i = 0; i < 1 << index_bits(C); i++)
+            if (product(C, of_index[i]) != halved(ENTRIES[first_entry(C) + i])) return false;
+        return true;
     }
 };
-constexpr Factors FACTORS;
-static_assert([] {  // 0 is code 0, or an entry that no product has
-    for (int i = 0; i < 2048; i++)
-        if (!FACTORS.of_index[i] && halved(ENTRIES[i]) != (factor(0) | (uint32_t)factor(FIRST_BYTES) << 8)) return false;
-    return true;
-}());
+template <Codes C>
+constexpr Places<C> PLACES;
+static_assert(PLACES<Codes::IQ1>.has_all() && PLACES<Codes::IQ2_S>.has_all());
 
 template <Codes C>
 void put(const uint32_t (&words)[8][STRIP], uint8_t* unit) {
     using U = Unit<C>;
-    auto set = [](uint8_t* bits, int at) { bits[at / 8] |= (uint8_t)(1 << at % 8); };
+    auto set = [](uint8_t* bits, int64_t at) { bits[at / 8] |= (uint8_t)(1 << at % 8); };
     uint8_t *high = unit + 64 * U::VECTORS, *last = high + 8 * U::HIGH * U::VECTORS;
     memset(unit, 0, unit_bytes(C));
     for (int lane = 0; lane < STRIP; lane++)
         for (int e = 0; e < 32 / U::WIDTH; e++) {
             const uint32_t entry = words[e * U::WIDTH / 4][lane], index = entry & 0xffff, signs = entry >> 16;
             const int at = place(lane, e);
-            if constexpr (C == Codes::IQ1) {
-                const uint32_t code = FACTORS.of_index[index & 2047];
-                unit[at] = (uint8_t)(code / 16), high[at % 32] |= (uint8_t)(code % 16 << at / 32 * 4);
-                if (index >> U::BITS & 1) set(last, at);
-                continue;
-            }
-            if (U::VECTORS) unit[e / 4 * 64 + at] = (uint8_t)index;
+            uint32_t code = index;
+            if constexpr (factor_bytes(C) != 0) code = PLACES<C>.of_index[index & ((1 << U::BITS) - 1)];
+            if (U::VECTORS) unit[e / 4 * 64 + at] = (uint8_t)code;
             for (int bit = 0; bit < U::HIGH; bit++)
-                if (index >> (8 + bit) & 1) set(high + (e / 4 * U::HIGH + bit) * 8, at);
-            for (int i = 0; i < U::WIDTH; i++) {
+                if (code >> (8 + bit) & 1) set(high, factor_bytes(C) ? high_at(C, at) + bit : (e / 4 * U::HIGH + bit) * 64 + at);
+            if (C == Codes::IQ1 && index >> U::BITS & 1) set(last, at);
+            for (int i = 0; i < (C == Codes::IQ1 ? 0 : U::WIDTH); i++) {
                 const int64_t to = position(C, e * U::WIDTH + i);
                 last[lane * 4 + to % 4] |= (uint8_t)((signs >> i & 1) << to / 4);
             }

@@ -1,5 +1,6 @@
 // The multiplication with formats whose codes have 2, 3, 5 or 6 bits, a table or a codebook.
 #include "multiply.h"
+#include "one_row.h"
 
 void multiply_others(const Rows& x, int64_t n_rows, const Matrix& w, int64_t s0, int64_t s1, const Out& out) {
     auto with = [&](auto tiles) { multiply_with<decltype(tiles)>(x, n_rows, w, s0, s1, out); };
@@ -20,15 +21,16 @@ void multiply_others(const Rows& x, int64_t n_rows, const Matrix& w, int64_t s0,
         default: break;
     }
 #if defined(__AVX512VBMI__)
-    // One row: in registers. A store takes as long as two multiplications.
-    auto one = [&](auto tiles) { multiply_one<decltype(tiles)>(x, w, s0, s1, out); };
+    auto one = [&](auto tiles) {
+        for (int64_t s = s0; s < s1; s++) multiply_tile<decltype(tiles), 1, 1, EVERY<Codes::SIGN, 1>>(x, w, s, 0, NEAR, out);
+    };
     if (n_rows == 1) switch (w.codes()) {
-        case Codes::IQ1: return w.group == 16 ? one(Tiles<Codes::IQ1, Scales::K_EIGHTH, false, 16>{}) : one(Tiles<Codes::IQ1, Scales::K_EIGHTH, false, 32>{});
-        case Codes::IQ2_XXS: return one(Tiles<Codes::IQ2_XXS, Scales::K_EIGHTH, false, 32>{});
-        case Codes::IQ2_XS: return one(Tiles<Codes::IQ2_XS, Scales::K_EIGHTH, false, 16>{});
-        case Codes::IQ2_S: return one(Tiles<Codes::IQ2_S, Scales::K_EIGHTH, false, 16>{});
-        case Codes::IQ3_XXS: return one(Tiles<Codes::IQ3_XXS, Scales::K_EIGHTH, false, 32>{});
-        case Codes::IQ3_S: return one(Tiles<Codes::IQ3_S, Scales::K_EIGHTH, false, 32>{});
+        case Codes::IQ1: return w.group == 16 ? one(OneRow<Codes::IQ1, 16>{}) : one(OneRow<Codes::IQ1, 32>{});
+        case Codes::IQ2_XXS: return one(OneRow<Codes::IQ2_XXS, 32>{});
+        case Codes::IQ2_XS: return one(OneRow<Codes::IQ2_XS, 16>{});
+        case Codes::IQ2_S: return one(OneRow<Codes::IQ2_S, 16>{});
+        case Codes::IQ3_XXS: return one(OneRow<Codes::IQ3_XXS, 32>{});
+        case Codes::IQ3_S: return one(OneRow<Codes::IQ3_S, 32>{});
         default: return one(Tiles<Codes::SIGN, Scales::F16>{});
     }
 #endif

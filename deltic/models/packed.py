@@ -57,7 +57,7 @@ from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
 from deltic.ops.matrix import Matrix
 from deltic.private import make_private
 
-VERSION = "3"
+VERSION = "4"
 """Version of the layout of csrc/format.h and of the parts' names. A file of another version is
 packed anew.
 """

@@ -58,7 +58,7 @@ SCALES: tuple[Scales, ...] = get_args(Scales)
 @dataclass(frozen=True)
 class Codebook:
     """2^bits entries of `width` weights each, as levels. An index of iq1 has one bit more: its offset. In
-    panels it takes another, since its entries are pairs of factors there (csrc/codebook.h).
+    panels it takes another, as one of iq2_s does: their entries are pairs of factors there (csrc/codebook.h).
     """
 
     bits: int
@@ -89,7 +89,7 @@ the upper byte of the index, and the signs, one bit a weight (`entries_of`).
 
 _BOOKS = np.fromfile(Path(__file__).with_name("codebooks.bin"), "<u2")
 """The entries of all books in the order of CODES: 8 levels of 2 bits, or 4 of 4. Source: ggml-common.h.
-Behind them the factors of iq1's, 16 products of 16 by 16 bytes that cover it.
+Behind them the factors of iq1's and iq2_s's, 16 and 8 products of 16 by 16 bytes that cover them.
 """
 
 
@@ -124,7 +124,7 @@ _BITS: dict[str, float] = (
     {"bf16": 16, "int8": 8, "e4m3": 8, "iq4": 4, "e2m1": 4}
     | {f"uint{n}": n for n in range(2, 7)}
     | {
-        name: ((8 if b.bits else 0) + b.high_bits + (name == "iq1")) / b.width + b.has_signs
+        name: ((8 if b.bits else 0) + b.high_bits + (name in ("iq1", "iq2_s"))) / b.width + b.has_signs
         for name, b in CODEBOOKS.items()
     }
 )

@@ -5,6 +5,9 @@ Shapes are ugly, outputs and scratch are poisoned with NaN, and rows beyond the 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from dataclasses import replace
 from functools import partial
 from itertools import product as pairs
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
+from deltic.ops.arrays import bfloat16, zeros
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm, silu_mul
@@ -196,6 +200,27 @@ def test_linear_of_stored_rows(program: Program, rows: int, format: str) -> None
     program.run()
     close(out[:rows], product(x, w)[:rows], 1e-5, 1e-5)
     assert out[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("format", [name for name, f in WEIGHT_FORMATS.items() if f.codes in CODEBOOKS])
+def test_one_row_reads_nothing_behind_a_matrix(program: Program, format: str) -> None:
+    """Units are looked up ahead of their products; behind the last one is no memory."""
+    whole, x = Matrix.empty(48, 512, WEIGHT_FORMATS[format]), zeros((1, 512), bfloat16)
+    whole.whole.pack(random_rows(format, 48, 512))
+    x[:] = np.random.default_rng(0).standard_normal(512)
+    end = -(-whole.n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, end + mmap.PAGESIZE), np.uint8)
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    assert mprotect(memory.ctypes.data + end, mmap.PAGESIZE, 0) == 0
+    data = memory[end - whole.n_bytes : end].reshape(whole.whole.data.shape)
+    data[:] = whole.whole.data
+    outs = [zeros((1, 48), np.float32) for _ in range(2)]
+    for out, at in zip(outs, (whole.whole.data, data), strict=True):
+        matrix = replace(whole, segments=(replace(whole.whole, data=at),))
+        linear(program, x, matrix, out, zeros((row_bytes(512),), np.uint8), np.array(1, np.int32))
+    program.run()
+    assert outs[0].any() and np.array_equal(*outs)
 
 
 def test_linear_of_several_formats(program: Program) -> None:
