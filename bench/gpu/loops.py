@@ -97,9 +97,10 @@ def in_cuda(segment: Segment, splits: int, n: int, swiglu: bool, scratch: Path) 
     """Cells of the kernel in CUDA C++; none where it does not multiply, or nothing compiles it."""
     out = torch.empty((n, segment.n // 2) if swiglu else (splits, n, segment.n), device="meta")
     plan = few_codes.plan_of(n, [(segment, out)], swiglu)
-    if plan is None or (hopper.nvrtc is None and shutil.which("nvcc") is None):
+    has_nvrtc = vars(hopper)["nvrtc"] is not None
+    if plan is None or not (has_nvrtc or shutil.which("nvcc")):
         return {}
-    if hopper.nvrtc is not None:
+    if has_nvrtc:
         scratch.write_bytes(hopper._compile(plan.kernel))
     else:
         source = scratch.with_suffix(".cu")

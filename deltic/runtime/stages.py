@@ -162,7 +162,11 @@ class StageTasks:
         return None
 
     def _move(self, task: AskedMoves) -> None:
-        tiers, moves = self._runner.tiers, [Move(Kind(kind), *rest) for kind, *rest in task.moves]
+        tiers = self._runner.tiers
+        moves = [
+            Move(Kind(kind), key, parent, depth, device, units)
+            for kind, key, parent, depth, device, units in task.moves
+        ]
         if tiers is None:
             raise LostError("something was to be moved, and there are no tiers")
         if task.action in ("load", "save"):

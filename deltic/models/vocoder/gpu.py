@@ -83,7 +83,8 @@ def frame_samples(shape: VocoderShape) -> int:
 def state_words(shape: VocoderShape) -> int:
     """32-bit words of a stream's state: its head, and twice the rows it reaches back to."""
     kept = kept_inputs(shape)
-    return up_to(1 + len(kept), _ALIGNED) + sum(up_to(k.words, _ALIGNED) for k in kept)
+    n_words: int = up_to(1 + len(kept), _ALIGNED) + sum(up_to(k.words, _ALIGNED) for k in kept)
+    return n_words
 
 
 def check_vocoder_gpu(shape: VocoderShape) -> None:

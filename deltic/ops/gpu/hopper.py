@@ -431,6 +431,7 @@ class Compiled(Protocol):
     """Kernel that says its source, and is equal to another one that says the same."""
 
     def source(self) -> str: ...
+    def __hash__(self) -> int: ...
 
 
 def _file(kernel: Compiled) -> Path:
