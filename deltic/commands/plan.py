@@ -137,7 +137,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True, format: str | Non
             f"The driver, the compiled kernels and the recorded steps take up to {device.text.reserve_bytes / 1e9:.1f} GB of the "
             "device more, Python, torch and the HTTP process a few GB of the host."
         )
-        if config.stages:
+        if stages:
             n_bytes = plan.workspace["residual"] + plan.workspace["prefill residual"]
             console.print(f"Rows from and to other machines take {n_bytes / 1e9:.2f} GB of each host's memory more.")
         if meeting_bytes := device.text.meeting_bytes(plan):

@@ -187,7 +187,7 @@ class Adapters:
         if asked is not None and asked.key != adapter.key:
             raise ConfigError(f"{command.path}: is another adapter here; give all machines the same files")
         known = next((one for one in self._loaded.values() if one.key == adapter.key and one.n_loads), None)
-        if known is not None:
+        if known is not None and asked is None:  # the engine asks for a slot where the old one is still in use
             known.n_loads += 1
             return _answer(command, known)
         self._free()
@@ -221,7 +221,7 @@ class Adapters:
         for one in sorted(self._loaded.values(), key=lambda one: one.begin):
             if one.begin - at >= n_bytes:
                 return at
-            at = one.begin + one.n_bytes
+            at = max(at, one.begin + one.n_bytes)  # a stage's part of an adapter may be empty
         return at if self._room.n_bytes - at >= n_bytes else None
 
     def _free(self) -> None:

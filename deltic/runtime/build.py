@@ -555,6 +555,8 @@ def _open_tiers(runner: TextRunner, model: TextModel, content: str) -> list[str]
     """Starts the tiers of a language model's prefix cache; gives their notices. content: of `_content`."""
     config = model.config
     if content:
+        if config.stages:  # machines may have one directory, and each has a part of its own
+            content = blake2b(f"{content} {model.shape.first_layer}".encode(), digest_size=16).hexdigest()
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), content)
     elif runner.plan.n_host_units:
         runner.open_tiers(None, 0, "")

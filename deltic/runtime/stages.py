@@ -541,7 +541,9 @@ def serve_steps(front: PeerConnection, runner: StepRunner, stages: Stages, besid
         message = front.receive()
         if isinstance(message, Task | DroppedAdapter):
             stages.tell(message)
+            running.set()  # a directory may take long to clear
             beside.take(message)
+            running.clear()
             continue
         if not isinstance(message, SentStep):
             raise LostError(f"{front.name} sent {message}, where a step was due")

@@ -182,7 +182,7 @@ class PeerConnection:
         """The message of some bytes. Raises LostError for what is none."""
         try:
             return self._decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:  # of text that is no UTF-8, and what is nested too deep
             raise LostError(f"{self.name} sent what is no message ({error})") from None
 
     def read_some(self, n: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,7 +26,7 @@ from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
-from deltic.engine.mirror import Mirror, SentStep, StepTeller
+from deltic.engine.mirror import AskedMoves, Mirror, SentStep, StepTeller
 from deltic.engine.step import RunnerLostError, Step, StepResult
 from deltic.models.qwen.shape import stage_of
 from deltic.ops.arrays import Array
@@ -33,7 +35,7 @@ from deltic.runtime.build import build_runner, check_alone, serve_stage, settle_
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fit import make_plan
-from deltic.runtime.stages import Stages, dial, divide
+from deltic.runtime.stages import Stages, dial, divide, serve_steps, wait_for_result
 from deltic.runtime.wire import (
     GREETING_S,
     Challenge,
@@ -392,6 +394,11 @@ def test_a_stage_without_the_secret_is_none(ends: tuple[PeerConnection, PeerConn
         (b"\xff\xff\xff\xff", "where 4096 are the most"),
         (b"\x05\0\0\0\x80\x04K\x01.", "sent what is no message"),  # a pickle
         (b"\x01\0\0\0\x01", "sent what is no message"),
+        (b"\x08\0\0\0\x81\xa4type\xa1\xff", "sent what is no message"),  # text that is no UTF-8
+        (
+            (3909).to_bytes(4, "little") + b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 3895 + b"\x90",
+            "sent what is no message",
+        ),
         (b"", "shows no sign of life"),
     ],
 )
@@ -429,6 +436,27 @@ def test_a_stranger_who_speaks_slowly(
     assert time.monotonic() - begun < 2
 
 
+def test_a_machine_that_works_beside_its_steps_lives(ends: tuple[PeerConnection, PeerConnection]) -> None:
+    """As one that clears a large directory."""
+    front, stage = ends
+    beside = SimpleNamespace(is_waiting=False, take=lambda task: time.sleep(1), answers=lambda: ())
+    runner = SimpleNamespace(info=SimpleNamespace(max_num_seqs=1), tiers=None, step=lambda step: StepResult([], [], {}))
+    own = SimpleNamespace(timeout_s=0.4, behind=None, check=lambda: None, tell=lambda message: None)
+
+    def run() -> None:
+        with contextlib.suppress(LostError):
+            serve_steps(stage, runner, own, beside)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    front.send(AskedMoves("clear"))
+    front.send(SentStep([], [], [], [], []))
+    wait_for_result(front, 0.4, lambda answer: None)
+    front.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_what_is_sent_to_a_machine_without_power(ends: tuple[PeerConnection, PeerConnection]) -> None:
     """It is not sent again for a quarter of an hour, in which the stage would be free for nobody."""
     assert [end.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends] == [25_000] * 2
@@ -459,6 +487,8 @@ def test_a_speech_model_beside_machines_of_others(monkeypatch: pytest.MonkeyPatc
     config = EngineConfig(model=str(tiny_speech("base")), device="cpu", stages=("127.0.0.1:1",))
     check_alone([config, config])
     assert "127.0.0.1" not in report(config)
+    on_gpu = replace(config, device="cuda", memory_gb=20.0)
+    assert "other machines" not in report(on_gpu)
 
 
 def test_a_stage_outlives_a_lack_of_files_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:

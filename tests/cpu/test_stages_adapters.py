@@ -7,12 +7,14 @@ import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.messages import LoadAdapter
+from deltic.engine.mirror import AskedAdapter
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, read_adapter
 from deltic.models.qwen.shape import ModelShape, stage_of
@@ -105,6 +107,57 @@ def test_answers_with_adapters(kind: str, stages: list[Stage], monkeypatch: pyte
     one = load(runner, made(kind, 1, 40))  # its slot is free again, everywhere
     assert one.error is None
     assert [said(outputs) for outputs in answers(runner, adapters=(b"", a, one.key))] == expected[0]
+
+
+def test_an_adapter_that_is_loaded_again_while_a_request_has_it(stages: list[Stage]) -> None:
+    """It has another slot then, on all machines."""
+    checkpoint = str(tiny_checkpoint("dense", n_layers=LAYERS))
+    stages.append(Stage(checkpoint, "--threads", "1"))
+    config = EngineConfig(model=checkpoint, allow_lora_loading=True, max_loras=2, **SETTINGS)
+    results = []
+    for addresses in ((), (stages[0].address,)):
+        runner = built(dataclasses.replace(config, stages=addresses))
+        first = runner.adapters.find(load(runner, made("dense", 0)).key)
+        first.n_sequences += 1
+        runner.adapters.drop(first.key)
+        again = load(runner, made("dense", 0))
+        assert runner.adapters.find(again.key) is not first
+        results.append([said(outputs) for outputs in answers(runner, adapters=(b"", again.key, again.key))])
+    assert results[0] == results[1]
+
+
+class Memory:
+    """Memory of adapters that remembers what was written."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, int]] = []
+
+    def bytes_of(self, adapter: Any) -> int:
+        return int(adapter.n_bytes)
+
+    def write(self, slot: int, begin: int, adapter: Any) -> None:
+        self.written.append((begin, begin + adapter.n_bytes))
+
+    def open(self, slot: int) -> None: ...
+    def clear(self, slot: int) -> None: ...
+
+
+def test_an_adapter_without_terms_here_gives_nobody_s_place_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one for further layers alone."""
+    sizes = {"a": 100, "b": 0, "c": 50}
+    monkeypatch.setattr(
+        room,
+        "read_adapter",
+        lambda path, shape: SimpleNamespace(key=str(path).encode(), rank=1, n_bytes=sizes[str(path)]),
+    )
+    memory = Memory()
+    adapters = room.Adapters(None, SimpleNamespace(n=4, rank=8, n_bytes=1000), memory)  # type: ignore[arg-type]
+    for i, name in enumerate(sizes):
+        adapters.load(AskedAdapter(name, name.encode(), i, i + 1))
+        until = time.monotonic() + 30
+        while not adapters.poll() and time.monotonic() < until:
+            time.sleep(0.001)
+    assert [where for where in memory.written if where[0] != where[1]] == [(0, 100), (100, 150)]
 
 
 def test_a_start_with_other_files(stages: list[Stage], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,15 @@ def test_a_disk_that_is_lost_makes_a_miss(stages: list[Stage], tmp_path: Path) -
     assert found == expected[:1] and here == there and len(here) >= 3
 
 
+def test_machines_may_have_one_directory(stages: list[Stage], tmp_path: Path) -> None:
+    """Shares of one size: none is read for another's."""
+    kept = Kept(stages, tmp_path, str(tiny_checkpoint("dense", n_layers=8)))
+    kept.config = dataclasses.replace(kept.config, cache_dir=kept.there)
+    expected, _ = kept.ask()
+    found, engine = kept.ask()
+    assert found == expected and engine.stats().cache.read_bytes["disk"]
+
+
 def test_what_is_forgotten_is_forgotten_everywhere(stages: list[Stage], tmp_path: Path) -> None:
     kept = Kept(stages, tmp_path, str(tiny_checkpoint("dense", n_layers=12)))
     kept.ask()
