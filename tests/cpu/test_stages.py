@@ -252,7 +252,7 @@ def test_the_plan_of_each_machine() -> None:
     text = report(EngineConfig(dummy="qwen3.5-0.8b", device="cpu", stages=stages))
     titles = [
         "Layers 0 to 3 of 24, here:",
-        *(f"Layers {a} to {b} of 24, {s}:" for (a, b), s in zip(((4, 19), (20, 23)), stages, strict=True)),
+        *(f"Layers {a} to {b} of 24, {s}:" for (a, b), s in zip(((4, 20), (21, 23)), stages, strict=True)),
     ]
     assert [line for line in text.splitlines() if line.startswith("Layers")] == titles
     assert "0.75 B parameters, 18 DeltaNet + 6 attention layers" in text and "one behind the other" in text
