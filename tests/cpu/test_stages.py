@@ -199,6 +199,14 @@ def test_layers_that_are_run_apart_are_the_model(name: str, n_stages: int) -> No
         assert said(found) == said(wanted)
 
 
+def test_states_in_16_bits_are_rounded_as_the_model_s() -> None:
+    """By the number of a layer in the model, not in its stage."""
+    config = EngineConfig(model=str(tiny_checkpoint("dense", n_layers=8)), state_dtype="bfloat16", **SETTINGS)
+    alone, stages = runner_of(config, 0, 8), [runner_of(config, 0, 4), runner_of(config, 4, 8)]
+    for found, wanted in zip(answers(Chain(stages)), answers(alone), strict=True):
+        assert said(found) == said(wanted)
+
+
 def test_random_weights_of_stages_are_the_models() -> None:
     config = EngineConfig(dummy="qwen3.5-0.8b", quantize="int8", **SETTINGS)
     device, found = Cpu(), {}

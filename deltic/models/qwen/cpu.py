@@ -426,7 +426,7 @@ class _Forward:
         act, shape, heads = self.act, self.model.shape, self.model.gdn_heads
         proj, mixed = self._front(act.proj, shape.gdn_in_proj_rows), self._front(act.mixed, shape.gdn_value_size)
         self._project(f"layers.{i}.in_proj", act.normed, proj)
-        weights, memory = self.model.gdn_weights[i], self.memory.of_gdn(i_gdn)
+        weights, memory = self.model.gdn_weights[i], self.memory.of_gdn(i_gdn, shape.n_gdn_before)
         gdn(self.program, proj, heads, weights, shape.rms_norm_eps, self._step, memory, mixed)
         self._project(f"layers.{i}.out_proj", mixed, act.target, add=True)
 

@@ -95,10 +95,10 @@ class Memory:
         more = [] if self.ngram_columns is None else [self.ngram_columns]
         return [self.states, self.columns, *more]
 
-    def of_gdn(self, i: int) -> GdnMemory:
-        """Returns what layer i of those with a state has of it."""
+    def of_gdn(self, i: int, n_before: int = 0) -> GdnMemory:
+        """Returns what layer i of those with a state has of it. n_before: those that run elsewhere, in front."""
         windows = self.window_columns[:, i], self.window_gates[:, i]
-        return GdnMemory(self.columns[:, i], self.states[:, i], *windows, layer=i)
+        return GdnMemory(self.columns[:, i], self.states[:, i], *windows, layer=n_before + i)
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,11 @@ class ModelShape:
         return self.layer_types.count(LINEAR_ATTENTION)
 
     @property
+    def n_gdn_before(self) -> int:
+        """DeltaNet layers of the model in front of a stage. By their number states are rounded to 16 bits."""
+        return self.model_layer_types[: self.first_layer].count(LINEAR_ATTENTION)
+
+    @property
     def n_attn_layers(self) -> int:
         return self.layer_types.count(FULL_ATTENTION)
 
