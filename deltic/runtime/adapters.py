@@ -187,7 +187,8 @@ class Adapters:
         if asked is not None and asked.key != adapter.key:
             raise ConfigError(f"{command.path}: is another adapter here; give all machines the same files")
         known = next((one for one in self._loaded.values() if one.key == adapter.key and one.n_loads), None)
-        if known is not None and asked is None:  # the engine asks for a slot where the old one is still in use
+        # An engine that asks for a slot has the old one still in use.
+        if known is not None and asked is None:
             known.n_loads += 1
             return _answer(command, known)
         self._free()
