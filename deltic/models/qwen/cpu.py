@@ -23,7 +23,7 @@ from deltic.models.fields import Limit, at_most, multiple, refuse_limits
 from deltic.models.loading import Mlp, transposed
 from deltic.models.qwen.cpu_buffers import Activations, AdapterBuffers, DraftBuffers, ForwardInputs, Memory, RowInputs
 from deltic.models.qwen.ngram_table import ngram_row_ids
-from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shape import ModelShape, n_gdn_before
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, HyperConnection, Indexer, Moe, Ngrams, Weights
 from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
 from deltic.ops.arrays import Array, front
@@ -426,7 +426,7 @@ class _Forward:
         act, shape, heads = self.act, self.model.shape, self.model.gdn_heads
         proj, mixed = self._front(act.proj, shape.gdn_in_proj_rows), self._front(act.mixed, shape.gdn_value_size)
         self._project(f"layers.{i}.in_proj", act.normed, proj)
-        weights, memory = self.model.gdn_weights[i], self.memory.of_gdn(i_gdn, shape.n_gdn_before)
+        weights, memory = self.model.gdn_weights[i], self.memory.of_gdn(i_gdn, n_gdn_before(shape))
         gdn(self.program, proj, heads, weights, shape.rms_norm_eps, self._step, memory, mixed)
         self._project(f"layers.{i}.out_proj", mixed, act.target, add=True)
 

@@ -30,7 +30,7 @@ from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers
 from deltic.models.qwen.gpu_experts import AHEAD_BLOCKS, OutsideExperts
 from deltic.models.qwen.gpu_shards import Exchange, Shard, feature_of, keep_feature, norms_of, of_shards, place_of
 from deltic.models.qwen.gpu_streams import HyperConnections, NgramLayer
-from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shape import ModelShape, n_gdn_before
 from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.arrays import front
@@ -285,7 +285,7 @@ class QwenGpu:
             name, mixed = f"layers.{i}.out_proj", front(b.mixed, n, shape.gdn_value_size)
             made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
             windows = None if b.windows is None else b.windows.of_layer(i_shard * shape.n_gdn_layers + nth)
-            held = StateSlots(of.columns[:, nth], of.states[:, nth], shape.n_gdn_before + nth, windows)
+            held = StateSlots(of.columns[:, nth], of.states[:, nth], n_gdn_before(shape) + nth, windows)
             gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=made)
             return shard.linears.partial(name, made.rows, flat, made.codes, who)
         chosen = None
@@ -543,7 +543,7 @@ class QwenGpu:
             proj = front(b.proj, t, shape.gdn_in_proj_rows)
             mixed = front(b.mixed, t, shape.gdn_value_size)
             shard.linears.project_many(f"layers.{i}.in_proj", normed.rows, proj, wide, who)
-            held = StateSlots(of.columns[:, nth], of.states[:, nth], shape.n_gdn_before + nth)
+            held = StateSlots(of.columns[:, nth], of.states[:, nth], n_gdn_before(shape) + nth)
             gdn_prefill(
                 proj, self.gdn_heads, shard.gdn[i], eps, blocks=inputs.blocks, memory=held, scratch=b.gdn, out=mixed
             )

@@ -242,11 +242,6 @@ class ModelShape:
         return self.layer_types.count(LINEAR_ATTENTION)
 
     @property
-    def n_gdn_before(self) -> int:
-        """DeltaNet layers of the model in front of a stage. By their number states are rounded to 16 bits."""
-        return self.model_layer_types[: self.first_layer].count(LINEAR_ATTENTION)
-
-    @property
     def n_attn_layers(self) -> int:
         return self.layer_types.count(FULL_ATTENTION)
 
@@ -411,6 +406,11 @@ HOW_IT_RUNS = {
 def experts_of(shape: ModelShape) -> range:
     """Returns the numbers of the experts that a part has: all, unless they are dealt out."""
     return range(*(shape.own_experts or (0, shape.n_experts)))
+
+
+def n_gdn_before(shape: ModelShape) -> int:
+    """DeltaNet layers of the model in front of a stage: states in 16 bits are rounded by a layer's number."""
+    return shape.model_layer_types[: shape.first_layer].count(LINEAR_ATTENTION)
 
 
 def stage_of(shape: ModelShape, begin: int, end: int) -> ModelShape:
