@@ -96,7 +96,7 @@ class Memory:
         return [self.states, self.columns, *more]
 
     def of_gdn(self, i: int, n_before: int = 0) -> GdnMemory:
-        """Returns what layer i of those with a state has of it. n_before: of those that run elsewhere, in front."""
+        """Returns what layer i of those with a state has of it. n_before: of those that run in front."""
         windows = self.window_columns[:, i], self.window_gates[:, i]
         return GdnMemory(self.columns[:, i], self.states[:, i], *windows, layer=n_before + i)
 
