@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.flags import add_model, add_some
-from bench.gpu.experiment import parser, run_model
+from bench.flags import add_gpu_model
+from bench.gpu.experiment import run_model
 from deltic.bench.gpu import GpuModel, decode, n_launches, need_gpu, runner_of
 from deltic.bench.provenance import writer
 from deltic.config import ConfigError, EngineConfig
@@ -88,14 +88,11 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    add_model(flags)
-    flags.add_argument("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
-    flags.add_argument("--format", metavar="NAME", help="of a dummy's weights, such as ud-q4_k_xl")
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_gpu_model(flags, "max_drafts")
     flags.add_argument("--levers", default="", metavar="NAME,...", help="default: all")
     flags.add_argument("--rounds", type=int, default=1, metavar="N", help="default: 1")
     flags.add_argument("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
-    add_some(flags, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
     run_model(flags, bench)
 
 

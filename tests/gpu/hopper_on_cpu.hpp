@@ -205,6 +205,7 @@ inline void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 bar
   const auto limits = [](int n, int each) { return n > 0 && n % each == 0; };
   cpu::check(m.at && m.at % 16 == 0 && limits(m.row_bytes, 16) && limits(m.box_bytes, 16), "a map that is not aligned");
   cpu::check(m.box_rows > 0 && m.box_rows <= 256 && m.box_bytes / m.each <= 256, "a box that is too large");
+  cpu::check(column * m.each % 16 == 0, "a copy that begins inside of 16 bytes");
   cpu::check(to % 128 == 0, "a copy to what is no multiple of 128");
   cpu::check(column >= 0 && row >= 0, "a copy of what is in front of a matrix");
   cpu::check(!m.is_behind_wait || cpu::fibers[cpu::current].has_waited, "rows of x in front of the wait");

@@ -289,7 +289,7 @@ FAULTS = {
     "rows change places": ("{v[0][2 * k], v[1][2 * k],", "{v[1][2 * k], v[0][2 * k],"),
     "halves of K change places": ("b[j][2 * k], b[j][2 * k + 1]", "b[j][2 * k + 1], b[j][2 * k]"),
     "the first scale of two": ("+ sub % S::HALVES;", "+ 0;"),
-    "scales of the row above": ("row[i] / 8 * 8 + lane % 8;", "row[i] / 8 * 8 + (lane + 7) % 8;"),
+    "scales of the row above": ("row[i] / 8 * 8 + lane % 8 +", "row[i] / 8 * 8 + (lane + 7) % 8 +"),
     "scales of the next group": ("lane + 32 * e) / 16, S::SUBS - 1)", "lane + 32 * e) / 16 + 2, S::SUBS - 1)"),
     "the second outer scale": ("shared_value<unsigned short>(outer_at));", "shared_value<unsigned short>(outer_at + 2));"),
     "rows of the next tile": ("begin(p, p.tile + g.n_programs);", "begin(p, p.tile + g.n_programs + 1);"),

@@ -151,11 +151,11 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
           copy_tile(to + g.high_at + h * half * S::HIGH_BOX, &g.high, p.k_block * S::HIGH_BOX, row, barrier,
                     EVICT_FIRST);
         if constexpr (S::SUBS > 0)
-          copy_tile(to + g.scale_at + h * g.half_scale_bytes, &g.scale, row, p.k_block * S::SUBS, barrier, EVICT_FIRST);
+          copy_tile(to + g.scale_at + h * g.half_scale_bytes, &g.scale, row & ~15, p.k_block * S::SUBS, barrier, EVICT_FIRST);
         if constexpr (F::LEAST != LEAST_NONE)
-          copy_tile(to + g.least_at + h * g.half_least_bytes, &g.least, row, p.k_block * S::SUBS, barrier, EVICT_FIRST);
+          copy_tile(to + g.least_at + h * g.half_least_bytes, &g.least, row & ~15, p.k_block * S::SUBS, barrier, EVICT_FIRST);
         if constexpr (F::N_OUTER > 0)
-          copy_tile(to + g.outer_at + h * g.half_outer_bytes, &g.outer, row, p.k_block * F::N_OUTER, barrier,
+          copy_tile(to + g.outer_at + h * g.half_outer_bytes, &g.outer, row & ~15, p.k_block * F::N_OUTER, barrier,
                     EVICT_FIRST);
       }
     };
@@ -195,15 +195,16 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
 #pragma unroll
   for (int i = 0; i < TILES; ++i) scratch[i] = memory + scratch_at + (row[i] / 8) * S::BYTES;
   u32 words[TILES][S::EACH + 1][S::PARTS];
-  // Prepares scales of the stage: those of 32 rows and groups of a tile at once.
-  const auto prepare_scales = [&](const unsigned char* stage) {
+  // Prepares scales of a tile's stage: those of 32 rows and groups at once. Copies of scales, of which one may be
+  // a byte, begin at a multiple of 16 rows: others are no legal instruction of the chip.
+  const auto prepare_scales = [&](const unsigned char* stage, int tile) {
     if constexpr (S::SUBS > 0) {
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int e = 0; e < S::EACH; ++e) {
           const int sub = smaller((lane + 32 * e) / 16, S::SUBS - 1), h = lane % 16 / 8;
-          const int at = row[i] / 8 * 8 + lane % 8;
+          const int at = row[i] / 8 * 8 + lane % 8 + ((IS_GATED ? tile * half : h * half) & 8);
           prepare<F>(words[i][e], stage + g.scale_at + h * g.half_scale_bytes + (sub * g.window + at) * S::SCALE_BYTES,
                      stage + g.least_at + h * g.half_least_bytes + (sub * g.window + at) * S::LEAST_BYTES,
                      stage + g.outer_at + h * g.half_outer_bytes + 2 * at, g.window);
@@ -229,7 +230,7 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
   float d[TILES][TOKENS / 2] = {};
   int s = 0, parity = 0;
   barrier_wait(full, 0);
-  prepare_scales(memory);
+  prepare_scales(memory, first_tile);
   int tile = first_tile, block = 0;
   for (int turn = 0; turn < n_turns; ++turn) {
     const unsigned char* const stage = memory + s * g.stage_bytes;
@@ -249,7 +250,7 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
     for (int q = 0; q < 8; ++q) {  // 32 columns
       if (q == 6 && turn + 1 < n_turns) {
         barrier_wait(full + 8 * s, parity);
-        prepare_scales(memory + s * g.stage_bytes);
+        prepare_scales(memory + s * g.stage_bytes, block + 1 < g.n_blocks ? tile : tile + g.n_programs);
       }
       u32 b[TOKENS / 8][4];
 #pragma unroll
