@@ -13,18 +13,16 @@ GPU_FORMATS = ("fp8", "int4-g128-bfloat16")
 LARGE_SHAPES = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")
 NATIVE = ("drafters", "streams", "experts", "few-codes", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
 """What is run by `bench.gpu.native`."""
+GONE = ("deep_codes", "few_codes")
+"""Levers that were off as it was served, and are no more."""
 ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 """Settings whose runs stand in tables of their own."""
-
-
-OFF = ("deep_codes", "few_codes")
-"""Levers that are off as it is served."""
 
 
 def is_plain(data: Row) -> bool:
     """Whether a run is of a whole model as it is served, on its own card: with no lever switched."""
     levers, settings = data.get("levers") or {}, data.get("settings") or {}
-    is_switched = isinstance(levers, dict) and any(bool(on) == (name in OFF) for name, on in levers.items())
+    is_switched = isinstance(levers, dict) and any(not on for name, on in levers.items() if name not in GONE)
     is_as_another = " as " in data.get("device", "")
     return not (is_switched or is_as_another or data.get("layers") or any(map(settings.get, ALONE)))
 

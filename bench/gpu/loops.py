@@ -106,7 +106,7 @@ def in_cuda(segment: Segment, splits: int, n: int, swiglu: bool, scratch: Path) 
         source = scratch.with_suffix(".cu")
         source.write_text(plan.kernel.source())
         subprocess.run(["nvcc", "-w", "-arch=sm_90a", "-std=c++17", "-cubin", "-o", scratch, source], check=True)
-    names, weights = turn_of(disassembly(scratch)), 128 * plan.kernel.forms[0].tiles
+    names, weights = turn_of(disassembly(scratch)), 128
     stage = few_codes.stage_of(plan.kernel.forms[0], plan.tiles[0], plan.kernel.tokens)
     return {
         "cuda_instructions": names.total() / weights, "cuda_registers": registers_of(scratch),

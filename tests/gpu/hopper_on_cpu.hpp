@@ -51,7 +51,7 @@ namespace cpu {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<unsigned char[]> stack;
-  bool done = false, has_waited = false;
+  bool done = false, has_waited = false, may_copy = false;
 };
 struct Barrier {
   int count, left, phase;
@@ -208,12 +208,16 @@ inline void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 bar
   cpu::check(column * m.each % 16 == 0, "a copy that begins inside of 16 bytes");
   cpu::check(to % 128 == 0, "a copy to what is no multiple of 128");
   cpu::check(column >= 0 && row >= 0, "a copy of what is in front of a matrix");
-  cpu::check(!m.is_behind_wait || cpu::fibers[cpu::current].has_waited, "rows of x in front of the wait");
+  cpu::check(!m.is_behind_wait || cpu::fibers[cpu::current].may_copy, "rows of x in front of the wait and its fence");
   memset(cpu::bytes_at(to, m.box_rows * m.box_bytes), 0xFF, m.box_rows * m.box_bytes);
   cpu::copies.push_back({to, barrier, m, column, row, static_cast<int>(cpu::chance() % 256)});
   ++cpu::n_events;
 }
 inline void wait_for_front() { cpu::fibers[cpu::current].has_waited = true; }
+inline void wait_to_copy() {
+  wait_for_front();
+  cpu::fibers[cpu::current].may_copy = true;
+}
 inline void let_next_start() {}
 inline void __syncwarp() {
   cpu::together(1, nullptr, [](void**) {});

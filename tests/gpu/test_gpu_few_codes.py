@@ -168,12 +168,11 @@ def test_all_multiprocessors_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         out = torch.empty((n, w.n // 2) if swiglu else (splits, n, w.n), device="meta")
         parts = [(w.whole, out)] if swiglu else parts_of(w, out)
-        with Levers(few_codes=True).bound(), monkeypatch.context() as patch:
+        with Levers().bound(), monkeypatch.context() as patch:
             patch.setattr(hopper, "works", lambda: True)
             plan = few_codes.plan_of(n, parts, swiglu)
-            assert few_codes.pays(n, parts, swiglu) == (plan is not None)
-        with Levers().bound():
-            assert not few_codes.pays(n, parts, swiglu), "until a card has timed it"
+            is_slower = n > 8 and runs[0][1].startswith("int4")  # a card has timed it
+            assert few_codes.pays(n, parts, swiglu) == (plan is not None and not is_slower)
         return plan
 
     for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "int4-g128-bfloat16"):
@@ -185,9 +184,7 @@ def test_all_multiprocessors_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert plan is not None and plan.tiles == (tiles,) and plan.programs == (128,)
                 stage = few_codes.stage_of(plan.kernel.forms[0], tiles, plan.kernel.tokens)
                 assert stage.n_bytes * (plan.stages[0] - 1) > 64 * 1024
-                assert (
-                    stage.n_bytes * plan.stages[0] < hopper.shared_bytes() and plan.kernel.warps <= few_codes.MOST_WARPS
-                )
+                assert stage.n_bytes * plan.stages[0] < hopper.shared_bytes() and plan.kernel.warps == tiles
     mixed = chosen(1, [(10240, "Q6_K"), (6144, "Q4_K"), (96, "bf16")], 5120)
     assert mixed is not None and sum(mixed.programs) <= HOPPER.n_sms and mixed.tiles == (8, 10, 3)
     head = chosen(1, [(248320, "Q6_K")], 5120)
@@ -206,18 +203,18 @@ def test_all_multiprocessors_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FORMS = {
-    "gate_up": ([("Q4_K", 2)], 16, 9, True), "in_proj": ([("Q6_K", 1), ("Q4_K", 1), ("bf16", 1)], 16, 10, False),
-    "down": ([("Q5_K", 1)], 8, 10, False), "zeros": ([("int4-g32-float16.zero", 2)], 16, 10, True),
-    "bytes": ([("int8-g32-bfloat16.zero", 2), ("bf16", 2)], 16, 10, False), "table": ([("IQ4_XS", 2)], 16, 10, True),
-    "two bits": ([("Q2_K", 2)], 16, 10, True), "three bits": ([("Q3_K", 2)], 16, 10, True),
+    "gate_up": (["Q4_K"], 16, 17, True), "in_proj": (["Q6_K", "Q4_K", "bf16"], 16, 10, False),
+    "down": (["Q5_K"], 8, 10, False), "zeros": (["int4-g32-float16.zero"], 16, 20, True), "head": (["Q6_K"], 16, 20, False),
+    "bytes": (["int8-g32-bfloat16.zero", "bf16"], 16, 20, False), "table": (["IQ4_XS"], 16, 20, True),
+    "two bits": (["Q2_K"], 16, 20, True), "three bits": (["Q3_K"], 16, 20, True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_it_compiles_without_spills(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By NVRTC, which comes with torch, or by nvcc: 320 threads have 200 registers each."""
+    """By NVRTC, which comes with torch, or by nvcc: 21 warps have 96 registers for a thread."""
     formats, tokens, warps, swiglu = FORMS[name]
-    forms = tuple(few_codes.FewForm(WEIGHT_FORMATS[format], tiles) for format, tiles in formats)
+    forms = tuple(few_codes.FewForm(WEIGHT_FORMATS[format]) for format in formats)
     kernel = few_codes.FewCodes(forms, tokens, warps, swiglu)
     file = tmp_path / "kernel.cubin"
     if hopper.nvrtc is not None:
@@ -232,7 +229,7 @@ def test_it_compiles_without_spills(name: str, tmp_path: Path, monkeypatch: pyte
     tool = triton.knobs.nvidia.cuobjdump.path
     said = subprocess.run([tool, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    assert registers <= 168 and stack == 0, said
+    assert registers * kernel.threads <= 65536 and stack == 0, said
 
 
 SHAPES = (((2048, 96), 512, 1), ((16384,), 512, 1), ((1024,), 2048, 4), ((5120,), 1024, 2), ((73728,), 256, 1))
@@ -246,14 +243,12 @@ SOME = ("Q4_K", "Q6_K", "Q8_0", "int4-g128-bfloat16")
 )
 def test_it_has_the_bits_of_the_narrow_kernel(name: str, runs: tuple[int, ...], k: int, splits: int) -> None:
     w = rows_in(name, *runs, k=k)
-    with Levers(few_codes=True).bound():
-        for n in (1, 2, 7, 8, 9, 15, 16):
-            x = rows_of_x(n, k).cuda()
-            ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
-            narrow_linear(x, w, theirs, config=config_for(n, w, splits))
-            assert few_codes.pays(n, parts_of(w, ours), False)
-            narrow_linear(x, w, ours)
-            assert same(ours, theirs) and not ours.isnan().any(), n
+    for n in (1, 2, 7, 8, 9, 15, 16):
+        x = rows_of_x(n, k).cuda()
+        ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
+        narrow_linear(x, w, theirs, config=config_for(n, w, splits))
+        few_codes.multiply(x, parts_of(w, ours), False)
+        assert same(ours, theirs) and not ours.isnan().any(), n
 
 
 @on_hopper
@@ -264,14 +259,11 @@ def test_it_has_the_bits_of_the_narrow_swiglu(name: str, m: int, k: int) -> None
     w = rows_in(name, m, k=k)
     for n in (1, 5, 8, 16):
         x = rows_of_x(n, k).cuda() * 3
-        found = []
-        for lever in (True, False):
-            out = torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16)
-            with Levers(few_codes=lever).bound():
-                assert few_codes.pays(n, [(w.whole, out)], True) == lever
-                narrow_swiglu(x, w, out)
-            found.append(out)
-        assert same(*found) and not found[0].isnan().any(), n
+        ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        few_codes.multiply(x, [(w.whole, ours)], True)
+        with Levers(hopper=False).bound():
+            narrow_swiglu(x, w, theirs)
+        assert same(ours, theirs) and not ours.isnan().any(), n
 
 
 FAULTS = {
@@ -279,26 +271,24 @@ FAULTS = {
     "a stage is read before it is full": ("        barrier_wait(full + 8 * s, parity);\n", ""),
     "the first stage is read before it is full": ("  barrier_wait(full, 0);\n", ""),
     "a ring forgets its turn": ("    if (++s == g.n_stages) s = 0, parity ^= 1;\n", "    if (++s == g.n_stages) s = 0;\n"),
-    "x is read before the wait": ("    wait_for_front();\n    for", "    for"),
+    "x is read before the wait": ("    wait_to_copy();\n", ""),
+    "x is read without a fence": ("    wait_to_copy();\n", "    wait_for_front();\n"),
     "a product before the wait": ("  wait_for_front();  // nobody", "  // nobody"),
-    "one arrival too many": ("barrier_init(empty + 8 * s, n_warps)", "barrier_init(empty + 8 * s, n_warps + 1)"),
+    "one arrival too many": ("barrier_init(empty + 8 * s, g.tiles)", "barrier_init(empty + 8 * s, g.tiles + 1)"),
     "one byte too few": ("barrier_expect(barrier, g.copied_bytes)", "barrier_expect(barrier, g.copied_bytes + 16)"),
     "codes are not swizzled": ("chunk_at<128>(r8, q) +", "16 * q +"),
-    "high bits are not swizzled": ("chunk_at<64>(r8, q / 2) + q % 2 * 8 + 2 * t);\n            if", "q * 8 + 2 * t);\n            if"),
+    "high bits are not swizzled": ("chunk_at<64>(r8, q / 2) + q % 2 * 8 + 2 * t);\n          if", "q * 8 + 2 * t);\n          if"),
     "x is not swizzled": ("16 * (lane / 8 ^ lane % 8)", "16 * (lane / 8)"),
     "rows change places": ("{v[0][2 * k], v[1][2 * k],", "{v[1][2 * k], v[0][2 * k],"),
     "halves of K change places": ("b[j][2 * k], b[j][2 * k + 1]", "b[j][2 * k + 1], b[j][2 * k]"),
     "the first scale of two": ("+ sub % S::HALVES;", "+ 0;"),
-    "scales of the row above": ("row[i] / 8 * 8 + lane % 8 +", "row[i] / 8 * 8 + (lane + 7) % 8 +"),
+    "scales of the row above": ("8 * warp + lane % 8 +", "8 * warp + (lane + 7) % 8 +"),
     "scales of the next group": ("lane + 32 * e) / 16, S::SUBS - 1)", "lane + 32 * e) / 16 + 2, S::SUBS - 1)"),
     "the second outer scale": ("shared_value<unsigned short>(outer_at));", "shared_value<unsigned short>(outer_at + 2));"),
     "rows of the next tile": ("begin(p, p.tile + g.n_programs);", "begin(p, p.tile + g.n_programs + 1);"),
-    "a tile too many": ("const bool is_mine = TILES * warp + i < g.tiles;", "const bool is_mine = TILES * warp + i <= g.tiles;"),
-    "sums are not begun again": ("        d[i][j] = 0.0f;\n", ""),
+    "sums are not begun again": ("      d[j] = 0.0f;\n", ""),
     "sums stay small": ("if constexpr (F::IS_LOWERED) value = __fmul_rn(value, 4294967296.0f);", ""),
 }  # fmt: skip
-SAME = {"a tile too many"}
-"""Faults that change nothing: a tile that is there twice has the same sums."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -309,4 +299,4 @@ def test_a_fault_is_seen(fault: str, kernels: Kernels, small_chip: None, monkeyp
     x, out = rows_of_x(8, 2048), torch.full((2, 8, 272), torch.nan)
     said = kernels.multiply(x, [(w.whole, out)], faults=[FAULTS[fault]])
     is_right = said == "" and np.array_equal(out.numpy(), sums(x, made, 2))
-    assert is_right == (fault in SAME), said
+    assert not is_right, said

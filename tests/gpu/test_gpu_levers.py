@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 from deltic.engine.events import ReplayStats
-from deltic.ops.formats import WEIGHT_FORMATS
-from deltic.ops.gpu import few_codes, hopper, launch
+from deltic.ops.gpu import hopper, launch
 from deltic.ops.gpu.launch import Levers, allocate_on, bound_levers, launches
-from deltic.ops.gpu.linear import decoded_config, k_splits, narrow_swiglu, silu_mul
+from deltic.ops.gpu.linear import k_splits, narrow_swiglu, silu_mul
 from deltic.ops.gpu.moe import router_splits
-from deltic.ops.gpu.weight import DeviceStore
-from deltic.ops.matrix import Matrix
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.buffers import Shares, gpu_workspace
 from deltic.runtime.gpu.device import Gpu
@@ -129,33 +125,12 @@ def _shares() -> Shares:
     return shares
 
 
-def test_deep_codes_are_stages_alone() -> None:
-    """Of blocks of 256 columns where four programs share a multiprocessor; all else stays as it is."""
-    for name, is_deeper in (("Q4_K", True), ("Q6_K", False), ("Q8_0", False)):
-        found = []
-        for levers in (Levers(), Levers(deep_codes=True)):
-            with levers.bound():
-                found.append(decoded_config(1, 34816, 5120, 1, WEIGHT_FORMATS[name]))
-        assert found[1] == replace(found[0], num_stages=found[0].num_stages + is_deeper)
-
-
 def _fused_sums(device: str) -> object:
     return _shares().total is None
 
 
 def _peer(device: str) -> object:
     return _shares().meeting is not None
-
-
-def _deep_codes(device: str) -> object:
-    return decoded_config(1, 34816, 5120, 1, WEIGHT_FORMATS["Q4_K"]).num_stages > 3
-
-
-def _few_codes(device: str) -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "works", lambda: True)
-        w = Matrix.empty(5120, 4096, WEIGHT_FORMATS["Q4_K"], "rows", 1, DeviceStore("meta").empty)
-        return few_codes.pays(16, [(w.whole, torch.empty(2, 16, 5120, device="meta"))], False)
 
 
 WHAT = {name.removeprefix("_"): of for name, of in globals().items() if name.removeprefix("_") in vars(Levers())}

@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 pytest.importorskip("triton")
+from deltic.bench.gpu import GpuModel, decode
 from deltic.config import EngineConfig
 from deltic.engine.drafts import Drafting
 from deltic.engine.engine import Engine
@@ -21,6 +22,7 @@ from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Constraint, Picture, Request
 from deltic.engine.step import Step, StepResult
 from deltic.models.qwen.shard import whole
+from deltic.ops.gpu.launch import Levers
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from tests.cpu.test_picture_prompts import picture, request
@@ -127,3 +129,17 @@ def test_two_gpus(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.adapters.load_now(adapter).error is None
     seen = run(runner, path, adapter.key, monkeypatch)
     assert all(seen.values()), seen
+
+
+@needs_gpu
+@pytest.mark.parametrize("format", [None, "fp8", "int4-g128-bfloat16", "ud-q4_k_xl"])
+def test_kernels_that_start_early_change_nothing(format: str | None) -> None:
+    """The widths of 27B, whose products fill the chip: copies once found rows of an earlier layer in an L1 cache."""
+    config = EngineConfig(device="cuda", dummy="qwen3.5-27b", memory_gb=30.0, max_model_len=1024, prefix_cache=False)
+    model = GpuModel.load(config, format, 4)
+    found = []
+    for pdl in (False, True):
+        engine = model.engine(Levers(pdl=pdl), 64)
+        found.append([decode(engine, n, 64, 40, seed=n)[1] for n in (1, 4, 8, 9, 14, 16, 32, 64)])
+        del engine
+    assert found[0] == found[1]

@@ -3,7 +3,7 @@
 Triton's kernel (linear.py) loads codes and decodes them in turn, and its tiles of 64 rows leave a part of a
 wave idle. Here the weight's rows, and those of up to two smaller segments beside it, are spread over all
 multiprocessors in sixteens; one thread copies ahead, before the kernel in front has ended, while the others
-decode and multiply. The bits are the same. No card has timed it: the lever few_codes is off.
+decode and multiply. The bits are the same.
 
 It multiplies codes of up to 8 bits in groups of 16 to 256 columns, whose scales are not e4m3, where a slice
 of K is a multiple of 256. Triton does the rest: codebooks, K of other sizes, what does not run at once.
@@ -34,8 +34,8 @@ TOKENS = (8, 16)
 """Rows of x of a program."""
 BLOCK = 256
 """Columns of a stage."""
-MOST_TILES, MOST_SINGLE, MOST_WARPS = 20, 12, 12
-"""Tiles of 16 rows of w of a program; up to which a warp has one, above two; and warps that multiply."""
+MOST_TILES = 20
+"""Tiles of 16 rows of w of a program: a warp has one."""
 FEWEST_STAGES, BEFORE = 2, 3
 """Stages that a program must have room for; that are copied before the wait, where K is short."""
 DECODING = 4
@@ -46,10 +46,9 @@ _SCALES = ("float16", "bfloat16", "float32", "k", "k.eighth", "e8m0")
 
 @dataclass(frozen=True)
 class FewForm:
-    """A format as hopper_few_codes.cu knows it, and the tiles of a warp."""
+    """A format as hopper_few_codes.cu knows it."""
 
     format: WeightFormat
-    tiles: int
 
     @property
     def bits(self) -> tuple[int, int]:
@@ -132,9 +131,9 @@ class FewCodes:
         given = "".join(f", const __grid_constant__ Part g{i}" for i in range(len(names)))
         calls = "".join(
             f"  if (program < g{i}.n_programs)\n"
-            f"    return product_of_few_codes<{name}, {form.tiles}, {self.tokens}, {str(self.swiglu).lower()}>"
+            f"    return product_of_few_codes<{name}, {self.tokens}, {str(self.swiglu).lower()}>"
             f"(g{i}, &x, program);\n  program -= g{i}.n_programs;\n"
-            for i, (name, form) in enumerate(zip(names, self.forms, strict=True))
+            for i, name in enumerate(names)
         )
         entry = f"""extern "C" __global__ void __launch_bounds__({self.threads}, 1) linear(
     const __grid_constant__ TensorMap x{given}) {{
@@ -243,13 +242,11 @@ def _plan(
         return None
     tiles, programs = found
     tokens = next(count for count in TOKENS if n <= count)
-    forms = tuple(FewForm(format, 1 + (each > MOST_SINGLE)) for format, each in zip(formats, tiles, strict=True))
-    warps = max(-(-each // form.tiles) for form, each in zip(forms, tiles, strict=True))
-    stages = []
+    forms, stages = tuple(map(FewForm, formats)), []
     for form, each in zip(forms, tiles, strict=True):
         room = shared - 1024 - each * form.tile_bytes
         stages.append(room // (stage_of(form, each, tokens).n_bytes + 16))
-    return FewPlan(FewCodes(forms, tokens, warps, swiglu), tuple(tiles), tuple(programs), tuple(stages))
+    return FewPlan(FewCodes(forms, tokens, max(tiles), swiglu), tuple(tiles), tuple(programs), tuple(stages))
 
 
 def plan_of(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> FewPlan | None:
@@ -268,9 +265,11 @@ def plan_of(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> Fe
 
 
 def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
-    """Returns whether n rows are multiplied by these segments here, as `hopper.pays` does."""
-    levers = bound_levers()
-    return levers.few_codes and levers.hopper and hopper.works() and plan_of(n, parts, swiglu) is not None
+    """Returns whether n rows are multiplied by these segments here, as `hopper.pays` does. More than 8 rows by
+    codes that are easily decoded are faster in Triton.
+    """
+    faster = n <= TOKENS[0] or FewForm(parts[0][0].format).is_lowered
+    return faster and bound_levers().hopper and hopper.works() and plan_of(n, parts, swiglu) is not None
 
 
 def x_map(x: Tensor, tokens: int) -> TensorMap:

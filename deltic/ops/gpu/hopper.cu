@@ -130,7 +130,7 @@ __device__ __forceinline__ void product(
     begin(w, first_tile);
     begin(x, first_tile);
     for (int s = 0; s < n_ahead; ++s, next(w)) copy_w(w, s);  // nobody in the step writes weights
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_to_copy();
     for (int s = 0; s < n_ahead; ++s, next(x)) copy_x(x, s);
     for (int i = n_ahead, s = 0, parity = 0; i < n_turns; ++i, next(w)) {
       barrier_wait(empty + 8 * s, parity);
@@ -139,14 +139,14 @@ __device__ __forceinline__ void product(
       if (++s == n_stages) s = 0, parity ^= 1;
     }
     // not before: what starts takes room and bandwidth from us
-    asm volatile("griddepcontrol.launch_dependents;");
+    let_next_start();
     return;
   }
 
 #if WIDE
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #endif
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_front();
   const int group = warp / 4, row = 16 * (warp % 4) + lane / 4;
   const u32 x_at = x_tiles + (TILES == 2 ? 8192 * group : 0);
   const u32 w_at = w_tiles + (TILES == 1 ? group * ROWS_EACH * 128 : 0);

@@ -87,6 +87,15 @@ constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x100000000000
 constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
 
 __device__ __forceinline__ void wait_for_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Waits for the kernel in front, as a thread does that copies what it wrote. Copies are another proxy than loads and
+// stores, and they find lines that the L1 cache has kept from kernels before: without the fences some rows of x were
+// those of an earlier layer, where the next kernel had started early (docs/log/2026-11.md).
+__device__ __forceinline__ void wait_to_copy() {
+  wait_for_front();
+  asm volatile("fence.acq_rel.gpu; fence.proxy.async;" ::: "memory");
+}
+
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // What four 8 x 8 pieces of bfloat16 in shared memory are as operands: of each, `at` of eight threads are its rows.

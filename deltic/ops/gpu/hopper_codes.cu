@@ -126,7 +126,7 @@ __device__ __forceinline__ void product_of_codes(
     begin(x, first_tile, PER * n_steps);
     // nobody in the step writes weights
     for (int s = 0; s < smaller(g.n_code_stages, n_code_turns); ++s, next(w, n_steps)) copy_codes(w, s);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_to_copy();
     for (int s = 0; s < smaller(n_stages, n_turns); ++s, next(x, PER * n_steps)) copy_x(x, s);
     // in the order in which stages become empty
     for (int i = 0, s = 0, parity = 0, code_s = 0, code_parity = 0; i < n_turns; ++i) {
@@ -143,11 +143,11 @@ __device__ __forceinline__ void product_of_codes(
         if (++code_s == g.n_code_stages) code_s = 0, code_parity ^= 1;
       }
     }
-    asm volatile("griddepcontrol.launch_dependents;");  // as hopper.cu does
+    let_next_start();  // as hopper.cu does
     return;
   }
 
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_front();
   // a thread has rows `row` and `row + HALF` of w, which stand 8 apart in the operand
   const int row = 8 * warp + lane / 4;
   const u32 codes_at = tiles + row * 128 + lane / 4 * 16 + lane % 4 * 4;

@@ -1,9 +1,8 @@
 // Product of up to 16 rows with codes, for Hopper: few_codes.py puts this behind hopper_base.cu.
 //
 // out[s, n, m] = the sum over slice s of K of x[n, k] w[m, k]. Rows of w are the tall side of mma.sync, 16 a tile: 8
-// rows from `first` on and 8 from `second` on, of SwiGLU those of gate and the same of up. A warp has TILES tiles and
-// walks K in order, in one float32 accumulator. A program has as many tiles as spread the weight over all
-// multiprocessors. One thread copies stages of 256 columns of codes, scales and rows of x (TMA), as many ahead as fit,
+// rows from `first` on and 8 from `second` on, of SwiGLU those of gate and the same of up. A warp has a tile and walks K
+// in order, in one float32 accumulator. A program has as many as spread the weight over all multiprocessors. One thread copies stages of 256 columns of codes, scales and rows of x (TMA), as many ahead as fit,
 // those of w before the kernel in front has ended. Operands are those of ops/gpu/operands.py, to the bit, by its own
 // instructions, and sums have the order of ops/gpu/linear.py's kernel.
 //
@@ -98,19 +97,19 @@ __device__ __forceinline__ void prepare(
   }
 }
 
-template <class F, int TILES, int TOKENS, bool IS_GATED>
+template <class F, int TOKENS, bool IS_GATED>
 __device__ __forceinline__ void product_of_few_codes(const Part& g, const TensorMap* x_map, int first_tile) {
   using S = Sizes<F>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* const memory = unaligned + (-static_cast<int>(shared_address(unaligned)) & 1023);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int half = 8 * g.tiles, n_warps = (g.tiles + TILES - 1) / TILES, copier = blockDim.x - 32;
+  const int half = 8 * g.tiles, copier = blockDim.x - 32;
   const int scratch_at = g.n_stages * g.stage_bytes;
   const u32 base = shared_address(memory), full = base + scratch_at + g.tiles * S::BYTES, empty = full + 8 * g.n_stages;
   if (threadIdx.x == copier) {
     for (int s = 0; s < g.n_stages; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, n_warps);
+      barrier_init(empty + 8 * s, g.tiles);
     }
     show_barriers();
   }
@@ -170,7 +169,7 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
     begin(x, first_tile);
     const int n_ahead = smaller(g.n_stages, n_turns), n_before = smaller(g.n_before, n_ahead);
     for (int s = 0; s < n_before; ++s, next(w)) copy_w(w, s);  // nobody in the step writes weights
-    wait_for_front();
+    wait_to_copy();
     for (int s = 0; s < n_ahead; ++s, next(x)) {
       if (s >= n_before) copy_w(w, s), next(w);
       copy_x(x, s);
@@ -183,51 +182,41 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
     }
     return;
   }
-  if (warp >= n_warps) return;
+  if (warp >= g.tiles) return;
   wait_for_front();  // nobody reads any more what is written here
 
-  // a thread has rows `row` and `row + half` of its tiles, of each 8 rows of x two
-  const int t = lane % 4, r8 = lane / 4;
-  int row[TILES];
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) row[i] = 8 * smaller(TILES * warp + i, g.tiles - 1) + r8;  // one may be there twice
-  unsigned char* scratch[TILES];
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) scratch[i] = memory + scratch_at + (row[i] / 8) * S::BYTES;
-  u32 words[TILES][S::EACH + 1][S::PARTS];
+  // a thread has rows `row` and `row + half` of its tile, of each 8 rows of x two
+  const int t = lane % 4, r8 = lane / 4, row = 8 * warp + r8;
+  unsigned char* const scratch = memory + scratch_at + warp * S::BYTES;
+  u32 words[S::EACH + 1][S::PARTS];
   // Prepares scales of a tile's stage: those of 32 rows and groups at once. Copies of scales, of which one may be
   // a byte, begin at a multiple of 16 rows: others are no legal instruction of the chip.
   const auto prepare_scales = [&](const unsigned char* stage, int tile) {
     if constexpr (S::SUBS > 0) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int e = 0; e < S::EACH; ++e) {
-          const int sub = smaller((lane + 32 * e) / 16, S::SUBS - 1), h = lane % 16 / 8;
-          const int at = row[i] / 8 * 8 + lane % 8 + ((IS_GATED ? tile * half : h * half) & 8);
-          prepare<F>(words[i][e], stage + g.scale_at + h * g.half_scale_bytes + (sub * g.window + at) * S::SCALE_BYTES,
-                     stage + g.least_at + h * g.half_least_bytes + (sub * g.window + at) * S::LEAST_BYTES,
-                     stage + g.outer_at + h * g.half_outer_bytes + 2 * at, g.window);
-        }
+      for (int e = 0; e < S::EACH; ++e) {
+        const int sub = smaller((lane + 32 * e) / 16, S::SUBS - 1), h = lane % 16 / 8;
+        const int at = 8 * warp + lane % 8 + ((IS_GATED ? tile * half : h * half) & 8);
+        prepare<F>(words[e], stage + g.scale_at + h * g.half_scale_bytes + (sub * g.window + at) * S::SCALE_BYTES,
+                   stage + g.least_at + h * g.half_least_bytes + (sub * g.window + at) * S::LEAST_BYTES,
+                   stage + g.outer_at + h * g.half_outer_bytes + 2 * at, g.window);
+      }
     }
   };
   const auto share_scales = [&]() {
     if constexpr (S::SUBS > 0) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i)
+      for (int e = 0; e < S::EACH; ++e) {
+        const int sub = (lane + 32 * e) / 16, h = lane % 16 / 8;
+        const int word = ((sub / S::HALVES * 8 + lane % 8) * 2 + h) * S::HALVES + sub % S::HALVES;
 #pragma unroll
-        for (int e = 0; e < S::EACH; ++e) {
-          const int sub = (lane + 32 * e) / 16, h = lane % 16 / 8;
-          const int word = ((sub / S::HALVES * 8 + lane % 8) * 2 + h) * S::HALVES + sub % S::HALVES;
-#pragma unroll
-          for (int part = 0; part < S::PARTS; ++part)
-            if (sub < S::SUBS)
-              *reinterpret_cast<u32*>(scratch[i] + 4 * (word * S::PARTS + part)) = words[i][e][part];
-        }
+        for (int part = 0; part < S::PARTS; ++part)
+          if (sub < S::SUBS) *reinterpret_cast<u32*>(scratch + 4 * (word * S::PARTS + part)) = words[e][part];
+      }
     }
   };
 
-  float d[TILES][TOKENS / 2] = {};
+  float d[TOKENS / 2] = {};
   int s = 0, parity = 0;
   barrier_wait(full, 0);
   prepare_scales(memory, first_tile);
@@ -238,14 +227,11 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
     __syncwarp();
     const int before = s;
     if (++s == g.n_stages) s = 0, parity ^= 1;
-    const unsigned char* lows[TILES][2];
+    const unsigned char* lows[2];
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        lows[i][h] = stage + g.low_at + h * S::BOXES * half * S::LOW_BOX + row[i] * S::LOW_BOX;
+    for (int h = 0; h < 2; ++h) lows[h] = stage + g.low_at + h * S::BOXES * half * S::LOW_BOX + row * S::LOW_BOX;
     const u32 x_at = base + before * g.stage_bytes + lane % 8 * 128 + 16 * (lane / 8 ^ lane % 8);
-    u32 scales[TILES][S::WORDS];
+    u32 scales[S::WORDS];
 #pragma unroll
     for (int q = 0; q < 8; ++q) {  // 32 columns
       if (q == 6 && turn + 1 < n_turns) {
@@ -255,66 +241,62 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
       u32 b[TOKENS / 8][4];
 #pragma unroll
       for (int j = 0; j < TOKENS / 8; ++j) load_pieces(b[j], (x_at ^ q % 2 * 64) + q / 2 * (TOKENS * 128) + j * 1024);
+      u32 v[2][4];  // of both rows, the pairs of columns 2 t and 2 t + 1 of each 8
+      if constexpr (F::LOW == 16) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        u32 v[2][4];  // of both rows, the pairs of columns 2 t and 2 t + 1 of each 8
-        if constexpr (F::LOW == 16) {
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-          for (int h = 0; h < 2; ++h)
+          for (int j = 0; j < 4; ++j)
+            v[h][j] =
+                shared_value<u32>(lows[h] + q / 2 * (half * 128) + chunk_at<128>(r8, q % 2 * 4 + j) + 4 * t);
+      } else {
+        if (q % (8 / S::UNITS) == 0) {
+          const unsigned char* from = scratch + (q * S::UNITS / 8 * 8 + r8) * (S::WORDS * 4);
+          if constexpr (S::WORDS == 2) {
+            const uint2 two = shared_value<uint2>(from);
+            scales[0] = two.x, scales[1] = two.y;
+          } else {
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-              v[h][j] = shared_value<u32>(
-                  lows[i][h] + q / 2 * (half * 128) + chunk_at<128>(r8, q % 2 * 4 + j) + 4 * t);
-        } else {
-          if (q % (8 / S::UNITS) == 0) {
-            const unsigned char* from = scratch[i] + (q * S::UNITS / 8 * 8 + r8) * (S::WORDS * 4);
-            if constexpr (S::WORDS == 2) {
-              const uint2 two = shared_value<uint2>(from);
-              scales[i][0] = two.x, scales[i][1] = two.y;
-            } else {
-#pragma unroll
-              for (int of = 0; of < S::WORDS; of += 4) {
-                const uint4 four = shared_value<uint4>(from + 4 * of);
-                scales[i][of] = four.x, scales[i][of + 1] = four.y;
-                scales[i][of + 2] = four.z, scales[i][of + 3] = four.w;
-              }
+            for (int of = 0; of < S::WORDS; of += 4) {
+              const uint4 four = shared_value<uint4>(from + 4 * of);
+              scales[of] = four.x, scales[of + 1] = four.y, scales[of + 2] = four.z, scales[of + 3] = four.w;
             }
-          }
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const unsigned char* low = lows[i][h];
-            u32 first, second = 0;
-            if constexpr (F::LOW == 8) {
-              const uint2 both = shared_value<uint2>(
-                  low + q / 4 * (half * 128) + chunk_at<128>(r8, q % 4 * 2 + t / 2) + t % 2 * 8);
-              first = both.x, second = both.y;
-            } else if constexpr (F::LOW == 4) {
-              first = shared_value<u32>(low + chunk_at<128>(r8, q) + 4 * t);
-            } else {
-              first = shared_value<unsigned short>(low + chunk_at<64>(r8, q / 2) + q % 2 * 8 + 2 * t);
-            }
-            const unsigned char* high = stage + g.high_at + (h * half + row[i]) * S::HIGH_BOX;
-            if constexpr (F::HIGH == 2)
-              second = shared_value<unsigned short>(high + chunk_at<64>(r8, q / 2) + q % 2 * 8 + 2 * t);
-            if constexpr (F::HIGH == 1)
-              second = shared_value<unsigned char>(high + chunk_at<32>(r8, q / 4) + q % 4 * 4 + t);
-            const u32* of = scales[i] + h * S::HALVES * S::PARTS;
-            const u32 last = of[(S::HALVES - 1) * S::PARTS];
-            if constexpr (S::PARTS == 2)
-              F::decode(v[h], first, second, of[0] | static_cast<u64>(of[1]) << 32,
-                        last | static_cast<u64>(of[2 * S::HALVES - 1]) << 32);
-            else if constexpr (F::IS_PAIRED)
-              F::decode(v[h], first, second, of[0] | static_cast<u64>(last) << 32, 0);
-            else
-              F::decode(v[h], first, second, of[0], last);
           }
         }
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const u32 a[4] = {v[0][2 * k], v[1][2 * k], v[0][2 * k + 1], v[1][2 * k + 1]};
-#pragma unroll
-          for (int j = 0; j < TOKENS / 8; ++j) multiply_by_warp(d[i] + 4 * j, a, b[j][2 * k], b[j][2 * k + 1]);
+        for (int h = 0; h < 2; ++h) {
+          const unsigned char* low = lows[h];
+          u32 first, second = 0;
+          if constexpr (F::LOW == 8) {
+            const uint2 both = shared_value<uint2>(
+                low + q / 4 * (half * 128) + chunk_at<128>(r8, q % 4 * 2 + t / 2) + t % 2 * 8);
+            first = both.x, second = both.y;
+          } else if constexpr (F::LOW == 4) {
+            first = shared_value<u32>(low + chunk_at<128>(r8, q) + 4 * t);
+          } else {
+            first = shared_value<unsigned short>(low + chunk_at<64>(r8, q / 2) + q % 2 * 8 + 2 * t);
+          }
+          const unsigned char* high = stage + g.high_at + (h * half + row) * S::HIGH_BOX;
+          if constexpr (F::HIGH == 2)
+            second = shared_value<unsigned short>(high + chunk_at<64>(r8, q / 2) + q % 2 * 8 + 2 * t);
+          if constexpr (F::HIGH == 1)
+            second = shared_value<unsigned char>(high + chunk_at<32>(r8, q / 4) + q % 4 * 4 + t);
+          const u32* of = scales + h * S::HALVES * S::PARTS;
+          const u32 last = of[(S::HALVES - 1) * S::PARTS];
+          if constexpr (S::PARTS == 2)
+            F::decode(v[h], first, second, of[0] | static_cast<u64>(of[1]) << 32,
+                      last | static_cast<u64>(of[2 * S::HALVES - 1]) << 32);
+          else if constexpr (F::IS_PAIRED)
+            F::decode(v[h], first, second, of[0] | static_cast<u64>(last) << 32, 0);
+          else
+            F::decode(v[h], first, second, of[0], last);
         }
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const u32 a[4] = {v[0][2 * k], v[1][2 * k], v[0][2 * k + 1], v[1][2 * k + 1]};
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) multiply_by_warp(d + 4 * j, a, b[j][2 * k], b[j][2 * k + 1]);
       }
     }
     __syncwarp();
@@ -327,28 +309,24 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
     tile += g.n_programs;
     const int split = p.k_block / g.n_blocks;
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const bool is_mine = TILES * warp + i < g.tiles;
-#pragma unroll
-      for (int j = 0; j < TOKENS / 2; ++j) {
-        const int token = j / 4 * 8 + 2 * t + j % 2, h = j / 2 % 2;
-        const int column = p.row + row[i] + (IS_GATED ? 0 : h * half);
-        float value = d[i][j];
-        d[i][j] = 0.0f;
-        if (IS_GATED && h) continue;
-        if constexpr (F::IS_LOWERED) value = __fmul_rn(value, 4294967296.0f);
-        if constexpr (IS_GATED) {
-          float up = d[i][j + 2];
-          if constexpr (F::IS_LOWERED) up = __fmul_rn(up, 4294967296.0f);
-          value = silu_product(value, up);
-        }
-        if (!is_mine || token >= g.n || column >= (IS_GATED ? g.up : g.m_used)) continue;
-        const u64 at = split * g.out_split + token * g.out_row + column;
-        if (g.out_kind == FLOAT32)
-          static_cast<float*>(g.out)[at] = value;
-        else
-          static_cast<unsigned short*>(g.out)[at] = static_cast<unsigned short>(two_bfloat16(value, value));
+    for (int j = 0; j < TOKENS / 2; ++j) {
+      const int token = j / 4 * 8 + 2 * t + j % 2, h = j / 2 % 2;
+      const int column = p.row + row + (IS_GATED ? 0 : h * half);
+      float value = d[j];
+      d[j] = 0.0f;
+      if (IS_GATED && h) continue;
+      if constexpr (F::IS_LOWERED) value = __fmul_rn(value, 4294967296.0f);
+      if constexpr (IS_GATED) {
+        float up = d[j + 2];
+        if constexpr (F::IS_LOWERED) up = __fmul_rn(up, 4294967296.0f);
+        value = silu_product(value, up);
       }
+      if (token >= g.n || column >= (IS_GATED ? g.up : g.m_used)) continue;
+      const u64 at = split * g.out_split + token * g.out_row + column;
+      if (g.out_kind == FLOAT32)
+        static_cast<float*>(g.out)[at] = value;
+      else
+        static_cast<unsigned short*>(g.out)[at] = static_cast<unsigned short>(two_bfloat16(value, value));
     }
   }
 }

@@ -16,7 +16,7 @@ formats than bf16 the narrow kernel makes operands of a segment on their way to 
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
 bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, e4m3
 in blocks, and tens to hundreds of rows of bf16, e4m3 and 4 bits are multiplied by hopper.py, to the same bits
-again; and so are up to 16 rows of codes by few_codes.py, if its lever is on.
+again; and so are up to 16 rows of codes by few_codes.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -364,8 +364,7 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     stages = 4 if block_k <= 64 else 3
     if few:  # as many as there is room for beside the other programs of an SM
         programs = -(-m // block_m) * splits
-        held = 3 if block_k == 256 and bound_levers().deep_codes else PROGRAMS_TOGETHER[tokens]
-        shared //= max(1, min(held, -(-programs // sms)))
+        shared //= max(1, min(PROGRAMS_TOGETHER[tokens], -(-programs // sms)))
         stages = FEW_ROWS_STAGES
     if not chip().multiplies_from_shared:  # the decoded block passes through shared memory, too
         stages = min(stages, (chip().shared_bytes - 1024 - 2 * unroll * block_m * block_k) // block)
