@@ -21,6 +21,7 @@ FLASH = "--dummy qwen3.8-flash-next --format fp8"
 FLASH_LONG = "--max-model-len 132096 --n 1,8,64 --output 48 --prefill 8192,131072 --rounds 3 --out {out}"
 FLASH_CONTEXTS = "--n 1,8,64 --context 4096,32768 --max-model-len 132096 --out {out}"
 NATIVE = "python -m bench.gpu.native --out {out}"
+ABLATE = "python -m bench.gpu.ablate --dummy qwen3.5-27b"
 T = "tests/gpu/test_gpu_"
 SHORT = (
     *("attention_decode", "attention_prefill", "gdn_decode", "gdn_prefill", "linear", "moe", "formats", "moe_formats"),
@@ -50,8 +51,8 @@ def bench_gpu(name: str, minutes: float, given: str, kind: str = "", gpus: int =
 
 def few_codes(name: str, minutes: float, format: str) -> Step:
     """27B with few rows of codes multiplied in CUDA C++ and by Triton, in turns."""
-    flags = f"--levers hopper --rounds 3 --n 1,4,16 --output 128 --format {format} --memory-gb 60 --out {{out}}"
-    return Step(name, minutes, (f"python -m bench.gpu.ablate --dummy qwen3.5-27b {flags}",))
+    flags = f"--levers few_codes --rounds 3 --n 1,4,16 --output 128 --format {format} --memory-gb 60 --out {{out}}"
+    return Step(name, minutes, (f"{ABLATE} {flags}",))
 
 
 def outside(name: str, minutes: float, format: str) -> Step:
@@ -250,6 +251,9 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
                               "-k 'index or streams or ngrams or flash or pairs'",)),
         Step("experts", 3.5, (f"{NATIVE} --name experts --workers 4 {T}experts.py",)),
         Step("few-codes", 3, (f"{NATIVE} --name few-codes --workers 8 {T}few_codes.py {T}hopper.py",)),
+        # whether tokens differ where kernels start early: 64 layers, six rounds each
+        Step("early", 5, tuple(f"{ABLATE} --levers pdl --rounds 6 --n 4,16,64 --output 128 --format {format} --memory-gb 60 --out {{out}}"
+                               for format in ("fp8", INT4))),
         Step("parts", 4, (f"{NATIVE} --name parts {T}parts.py {T}waits.py -k 'not two_gpus'",)),
         Step("two-gpus", 5, (f"{NATIVE} --name two-gpus {T}all_reduce.py {T}tensor_parallel.py {T}parts.py {T}waits.py "
                              "-k 'two_gpus or more_rows_than_run_at_once'",), gpus=2),

@@ -13,8 +13,8 @@ GPU_FORMATS = ("fp8", "int4-g128-bfloat16")
 LARGE_SHAPES = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")
 NATIVE = ("drafters", "streams", "experts", "few-codes", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
 """What is run by `bench.gpu.native`."""
-GONE = ("deep_codes", "few_codes")
-"""Levers that were off as it was served, and are no more."""
+OFF = ("deep_codes", "few_codes")
+"""Levers that are off as it is served."""
 ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 """Settings whose runs stand in tables of their own."""
 
@@ -22,7 +22,7 @@ ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 def is_plain(data: Row) -> bool:
     """Whether a run is of a whole model as it is served, on its own card: with no lever switched."""
     levers, settings = data.get("levers") or {}, data.get("settings") or {}
-    is_switched = isinstance(levers, dict) and any(not on for name, on in levers.items() if name not in GONE)
+    is_switched = isinstance(levers, dict) and any(bool(on) == (name in OFF) for name, on in levers.items())
     is_as_another = " as " in data.get("device", "")
     return not (is_switched or is_as_another or data.get("layers") or any(map(settings.get, ALONE)))
 
@@ -62,9 +62,9 @@ def decodes(runs: Runs) -> str:
     return decodes_and_prefills(plain_runs(runs), "python -m bench.figures gpu-load --only 0.8b,27b,35b-a3b")
 
 
-def format_runs(runs: Runs) -> list[Run]:
+def format_runs(runs: Runs, formats: Sequence[str] = GPU_FORMATS, kind: str = "gpu") -> list[Run]:
     """The newest of each shape and format of quantised weights."""
-    names = [f"gpu-{shape}-{format}-*.json" for shape in GPU_SHAPES for format in GPU_FORMATS]
+    names = [f"{kind}-{shape}-{format}-*.json" for shape in GPU_SHAPES for format in formats]
     return [run for name in names for run in runs.newest(name, gpu=True, where=is_plain)]
 
 
@@ -75,7 +75,8 @@ def formats(runs: Runs) -> str:
 
 def files(runs: Runs) -> str:
     """The same of files that mix types, and of Q8_0 beside e4m3."""
-    return decodes_and_prefills(by_shape(runs, "files", is_plain), "python -m bench.figures gpu-files")
+    found = format_runs(runs, ("ud-q4_k_xl", "[Qq]8_0", "fp8"), "gpu-files")
+    return decodes_and_prefills(found, "python -m bench.figures gpu-files")
 
 
 def fills(runs: Runs) -> str:

@@ -152,11 +152,6 @@ def measure(shape: str, names: tuple[str, ...], roofs: GpuRoofs, row: Callable[.
 
 
 @Levers(pdl=False).bound()
-@Levers(pdl=False).bound()
-@Levers(pdl=False).bound()
-@Levers(pdl=False).bound()
-@Levers(pdl=False).bound()
-@Levers(pdl=False).bound()
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--format", action="append", metavar="NAME", choices=tuple(WEIGHT_FORMATS), help="only these")

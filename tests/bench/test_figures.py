@@ -54,7 +54,7 @@ def test_every_command_would_begin(plan: str, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     for step in figures.PLANS[plan]:
         assert all(command in told for command in step.commands)
-    assert ("GB of weights" in told) == (plan not in ("cpu", "gpu-more", "gpu-native", "gpu-speech"))
+    assert ("GB of weights" in told) == (plan not in ("cpu", "gpu-more", "gpu-speech"))
     lines = told.splitlines()
     for said, command in zip(lines[::2], lines[1::2], strict=True):
         is_model = "bench.gpu." in command and "--dummy" in command and "--as-chip" not in command

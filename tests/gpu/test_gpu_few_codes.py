@@ -168,7 +168,7 @@ def test_all_multiprocessors_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         out = torch.empty((n, w.n // 2) if swiglu else (splits, n, w.n), device="meta")
         parts = [(w.whole, out)] if swiglu else parts_of(w, out)
-        with Levers().bound(), monkeypatch.context() as patch:
+        with Levers(few_codes=True).bound(), monkeypatch.context() as patch:
             patch.setattr(hopper, "works", lambda: True)
             plan = few_codes.plan_of(n, parts, swiglu)
             is_slower = n > 8 and runs[0][1].startswith("int4")  # a card has timed it

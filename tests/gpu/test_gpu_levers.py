@@ -11,10 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 from deltic.engine.events import ReplayStats
-from deltic.ops.gpu import hopper, launch
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.gpu import few_codes, hopper, launch
 from deltic.ops.gpu.launch import Levers, allocate_on, bound_levers, launches
 from deltic.ops.gpu.linear import k_splits, narrow_swiglu, silu_mul
 from deltic.ops.gpu.moe import router_splits
+from deltic.ops.gpu.weight import DeviceStore
+from deltic.ops.matrix import Matrix
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.buffers import Shares, gpu_workspace
 from deltic.runtime.gpu.device import Gpu
@@ -131,6 +134,13 @@ def _fused_sums(device: str) -> object:
 
 def _peer(device: str) -> object:
     return _shares().meeting is not None
+
+
+def _few_codes(device: str) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "works", lambda: True)
+        w = Matrix.empty(5120, 4096, WEIGHT_FORMATS["Q4_K"], "rows", 1, DeviceStore("meta").empty)
+        return few_codes.pays(16, [(w.whole, torch.empty(2, 16, 5120, device="meta"))], False)
 
 
 WHAT = {name.removeprefix("_"): of for name, of in globals().items() if name.removeprefix("_") in vars(Levers())}

@@ -3,7 +3,8 @@
 Triton's kernel (linear.py) loads codes and decodes them in turn, and its tiles of 64 rows leave a part of a
 wave idle. Here the weight's rows, and those of up to two smaller segments beside it, are spread over all
 multiprocessors in sixteens; one thread copies ahead, before the kernel in front has ended, while the others
-decode and multiply. The bits are the same.
+decode and multiply. The bits of a product are the same. In a model on a card they rarely are not, where a
+bfloat16 segment is beside codes and kernels start early (docs/log/2026-11.md): the lever few_codes is off.
 
 It multiplies codes of up to 8 bits in groups of 16 to 256 columns, whose scales are not e4m3, where a slice
 of K is a multiple of 256. Triton does the rest: codebooks, K of other sizes, what does not run at once.
@@ -265,11 +266,12 @@ def plan_of(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> Fe
 
 
 def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
-    """Returns whether n rows are multiplied by these segments here, as `hopper.pays` does. More than 8 rows by
-    codes that are easily decoded are faster in Triton.
+    """Returns whether n rows are multiplied by these segments here, as `hopper.pays` does. Of codes that are
+    easily decoded more than 8 rows are faster in Triton.
     """
-    faster = n <= TOKENS[0] or FewForm(parts[0][0].format).is_lowered
-    return faster and bound_levers().hopper and hopper.works() and plan_of(n, parts, swiglu) is not None
+    faster, levers = n <= TOKENS[0] or FewForm(parts[0][0].format).is_lowered, bound_levers()
+    is_on = levers.few_codes and levers.hopper and hopper.works()
+    return is_on and faster and plan_of(n, parts, swiglu) is not None
 
 
 def x_map(x: Tensor, tokens: int) -> TensorMap:

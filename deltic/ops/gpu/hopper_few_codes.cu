@@ -1,10 +1,11 @@
 // Product of up to 16 rows with codes, for Hopper: few_codes.py puts this behind hopper_base.cu.
 //
 // out[s, n, m] = the sum over slice s of K of x[n, k] w[m, k]. Rows of w are the tall side of mma.sync, 16 a tile: 8
-// rows from `first` on and 8 from `second` on, of SwiGLU those of gate and the same of up. A warp has a tile and walks K
-// in order, in one float32 accumulator. A program has as many as spread the weight over all multiprocessors. One thread copies stages of 256 columns of codes, scales and rows of x (TMA), as many ahead as fit,
-// those of w before the kernel in front has ended. Operands are those of ops/gpu/operands.py, to the bit, by its own
-// instructions, and sums have the order of ops/gpu/linear.py's kernel.
+// rows from `first` on and 8 from `second` on, of SwiGLU those of gate and the same of up. A warp has a tile and walks
+// K in order, in one float32 accumulator. A program has as many as spread the weight over all multiprocessors. One
+// thread copies stages of 256 columns of codes, scales and rows of x (TMA), as many ahead as fit, those of w before
+// the kernel in front has ended. Operands are those of ops/gpu/operands.py, to the bit, by its own instructions, and
+// sums have the order of ops/gpu/linear.py's kernel.
 //
 // A Form, which few_codes.py writes, says how a weight is stored: LOW and HIGH bits of a code in its two planes (16:
 // bfloat16, which has no scales); columns that share a scale (GROUP); the type of scales (SCALE) and of what stands
@@ -150,9 +151,11 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
           copy_tile(to + g.high_at + h * half * S::HIGH_BOX, &g.high, p.k_block * S::HIGH_BOX, row, barrier,
                     EVICT_FIRST);
         if constexpr (S::SUBS > 0)
-          copy_tile(to + g.scale_at + h * g.half_scale_bytes, &g.scale, row & ~15, p.k_block * S::SUBS, barrier, EVICT_FIRST);
+          copy_tile(to + g.scale_at + h * g.half_scale_bytes, &g.scale, row & ~15, p.k_block * S::SUBS, barrier,
+                    EVICT_FIRST);
         if constexpr (F::LEAST != LEAST_NONE)
-          copy_tile(to + g.least_at + h * g.half_least_bytes, &g.least, row & ~15, p.k_block * S::SUBS, barrier, EVICT_FIRST);
+          copy_tile(to + g.least_at + h * g.half_least_bytes, &g.least, row & ~15, p.k_block * S::SUBS, barrier,
+                    EVICT_FIRST);
         if constexpr (F::N_OUTER > 0)
           copy_tile(to + g.outer_at + h * g.half_outer_bytes, &g.outer, row & ~15, p.k_block * F::N_OUTER, barrier,
                     EVICT_FIRST);

@@ -55,9 +55,10 @@ class Levers:
     pdl: bool = _lever("start a kernel before the one in front ends")
     split_k: bool = _lever("narrow projections split along K", exact=False)
     silu_epilogue: bool = _lever("SwiGLU gate inside gate_up")
-    hopper: bool = _lever("multiply in CUDA C++ where it is faster, on Hopper")
+    hopper: bool = _lever("multiply by hopper.cu where it is faster")
     fused_sums: bool = _lever("sums over GPUs inside the norm")
     peer: bool = _lever("GPUs write to each other's memory, not to the host's")
+    few_codes: bool = _lever("multiply few rows by codes in CUDA C++, on Hopper", default=False)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
