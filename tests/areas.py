@@ -34,10 +34,10 @@ AREAS = {
     ),
     "gpu": (
         "deltic/ops/*.py",
-        "deltic/ops/gpu/*.py",
+        "deltic/ops/gpu/*",
         "deltic/models/**/*.py",
         "deltic/runtime/gpu/*.py",
-        "tests/gpu/*.py",
+        "tests/gpu/*",
         "tests/reference/*.py",
     ),
     "bench": ("bench/**/*.py", "deltic/bench/**/*.py", "training/*.py", "tests/bench/*.py"),
