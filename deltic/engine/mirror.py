@@ -133,10 +133,10 @@ class AskedTiers(msgspec.Struct, tag="tiers"):
 
 class AskedMoves(msgspec.Struct, tag="moves"):
     """Asks for moves of the parts of pages and states that a machine has, and for an Answer unless number is
-    0: out and in at once, load, save, delete and clear behind the steps.
+    0: out and in at once, load, save, delete and clear behind the steps; resume: once there is room on disk.
     """
 
-    action: Literal["out", "in", "load", "save", "delete", "clear"]
+    action: Literal["out", "in", "load", "save", "delete", "clear", "resume"]
     moves: list[tuple[str, bytes, bytes, int, int, tuple[int, ...]]] = []
     """Fields of each Move, from `kind` to `units`."""
     number: int = 0
@@ -149,6 +149,8 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
     error: str | None = None
     failed: list[int] = []
     """Numbers of the moves that failed."""
+    is_full: bool = False
+    """True if a disk had no room for them."""
 
 
 Task = AskedAdapter | AskedTiers | AskedMoves

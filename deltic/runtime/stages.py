@@ -146,7 +146,9 @@ class StageTasks:
         if tiers is None or not self._tickets:
             return
         for ticket, moves in tiers.finished():
-            yield Answer(self._tickets.pop(ticket), failed=[i for i, move in enumerate(moves) if not move.ok])
+            failed = [i for i, move in enumerate(moves) if not move.ok]
+            is_full = bool(failed) and tiers.disk is not None and tiers.disk.is_full
+            yield Answer(self._tickets.pop(ticket), failed=failed, is_full=is_full)
         if tiers.n_moved != self._n_moved:
             self._n_moved = tiers.n_moved
             yield Beat()
@@ -173,6 +175,8 @@ class StageTasks:
             self._tickets[(tiers.load if task.action == "load" else tiers.save)(moves)] = task.number
         elif task.action == "clear":
             tiers.clear()
+        elif task.action == "resume" and tiers.disk is not None:
+            tiers.disk.resume()
         for move in moves if task.action in ("in", "out", "delete") else ():
             if task.action == "delete":
                 tiers.delete(move.kind, move.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,23 @@ from tests.staged import Stage
 from tests.tiny import tiny_checkpoint
 
 PROMPTS = [list(range(n, n + 200)) for n in (0, 7, 21)]
+FULL = """
+import errno, os
+from pathlib import Path
+from deltic.__main__ import main
+
+write = os.pwrite
+
+def pwrite(file, data, offset):
+    sizes = [path.stat().st_size for path in Path({directory!r}).rglob("*") if path.suffix in (".page", ".state")]
+    if sum(sizes) + len(data) > {n_bytes}:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return write(file, data, offset)
+
+os.pwrite = pwrite
+main()
+"""
+"""A stage whose disk has so much room for the cache."""
 
 
 @pytest.fixture
@@ -61,9 +79,11 @@ def test_machines_may_need_more_room_for_a_state() -> None:
 class Kept:
     """A server on two machines, with a directory on each."""
 
-    def __init__(self, stages: list[Stage], root: Path, checkpoint: str) -> None:
+    def __init__(self, stages: list[Stage], root: Path, checkpoint: str, room: int | None = None) -> None:
+        """room: bytes of the further machine's disk."""
         self.here, self.there = root / "here", root / "there"
-        self.stage = Stage(checkpoint, "--threads", "1", "--cache-dir", str(self.there))
+        program = ("-m", "deltic") if room is None else ("-c", FULL.format(directory=str(self.there), n_bytes=room))
+        self.stage = Stage(checkpoint, "--threads", "1", "--cache-dir", str(self.there), program=program)
         stages.append(self.stage)
         self.config = EngineConfig(
             model=checkpoint, cache_dir=self.here, stages=(self.stage.address,), **{**SETTINGS, "n_pages": 20}
@@ -79,11 +99,19 @@ class Kept:
             while engine.has_work():
                 for output in engine.step():
                     found.setdefault(output.id, []).append((output.token_ids, output.logprobs))
+            self.wait(engine)
         engine.check()
         engine.close(20)
         assert engine.runner.neighbours.behind is not None  # type: ignore[attr-defined]
         engine.runner.neighbours.behind.close()  # type: ignore[attr-defined]
         return list(found.values()), engine
+
+    def wait(self, engine: Engine) -> None:
+        """Has done what is to be saved, as far as it can be."""
+        until_s = time.monotonic() + 10
+        while not engine.cache.store.is_idle and time.monotonic() < until_s:
+            engine.cache.store.wait(0.1)
+            engine.cache.store.poll()
 
     def files(self) -> tuple[set[str], set[str]]:
         here, there = (
@@ -122,6 +150,22 @@ def test_a_disk_that_is_lost_makes_a_miss(stages: list[Stage], tmp_path: Path) -
     found, engine = kept.ask(PROMPTS[:1])
     here, there = kept.files()
     assert found == expected[:1] and here == there and len(here) >= 3
+
+
+def test_a_disk_that_is_full_on_one_machine_alone(stages: list[Stage], tmp_path: Path) -> None:
+    """What is worth least makes room on all, at once: the disk of the further machine is as if all had it."""
+    checkpoint = str(tiny_checkpoint("dense", n_layers=12))
+    kept = Kept(stages, tmp_path / "whole", checkpoint)
+    prompts = [list(range(n, n + 200)) for n in range(0, 35, 7)]
+    kept.ask(prompts[:2])
+    room = sum(path.stat().st_size for path in kept.there.rglob("*") if path.suffix in (".page", ".state"))
+    kept = Kept(stages, tmp_path / "full", checkpoint, room)
+    expected, engine = kept.ask(prompts)
+    here, there = kept.files()
+    assert here == there and here
+    assert stages[-1].log.count("No space left on device") == 1 and "tried again with less" in stages[-1].log
+    (found,), engine = kept.ask(prompts[-1:])
+    assert found == expected[-1] and engine.stats().cache.read_bytes["disk"], "the last one was saved"
 
 
 def test_machines_may_have_one_directory(stages: list[Stage], tmp_path: Path) -> None:

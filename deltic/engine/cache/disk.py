@@ -179,9 +179,11 @@ class Disk:
         """The engine's thread is there and evicts; called before every step."""
         self._followed_s = time.monotonic()
 
-    def pause(self) -> None:
-        """Saves nothing for a while: another machine's disk has refused its share."""
-        self._paused_until = time.monotonic() + PAUSE_S
+    def pause(self, is_full: bool) -> None:
+        """Saves nothing for a while: a disk has refused, this one or another machine's. is_full: it had no
+        room.
+        """
+        self._paused_until, self.is_full = time.monotonic() + PAUSE_S, is_full
 
     def keep(self, keys: set[bytes]) -> None:
         """Removes the objects that were there at the start and have none of these keys, unless others may
@@ -380,8 +382,7 @@ class Disk:
                 _unlink(part)
                 raise
         except OSError as error:
-            self._paused_until = time.monotonic() + PAUSE_S
-            self.is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self.pause(error.errno in (errno.ENOSPC, errno.EDQUOT))
             if not self._is_refused:
                 log.warning(
                     "prefix cache: --cache-dir cannot be written (%s: %s); reading goes on, and writing is tried again %s",

@@ -431,6 +431,7 @@ class Saves(NoSaves):
         self._regrow_at = time.monotonic() + REGROW_S
         self.make_room(0)
         self._disk.resume()
+        self._tiers.tell("resume")
 
     # What comes and goes.
 

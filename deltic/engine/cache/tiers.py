@@ -286,7 +286,7 @@ class Tiers:
     def copy_out(self, move: Move) -> None:
         """Copies an object from device memory to host units."""
         _copy(self._fetched(move, self._mark()), self._units(move))
-        self._tell("out", move)
+        self.tell("out", move)
         self.written_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
 
@@ -294,11 +294,12 @@ class Tiers:
         """Copies an object from host units to device memory."""
         _copy(self._units(move), self._device[move.kind](move.device))
         self._store(move, self._mark())
-        self._tell("in", move)
+        self.tell("in", move)
         self.read_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
 
-    def _tell(self, action: Literal["out", "in", "delete", "clear"], *moves: Move) -> None:
+    def tell(self, action: Literal["out", "in", "delete", "clear", "resume"], *moves: Move) -> None:
+        """Has other machines do the same, without an answer."""
         if self.machines is not None:
             self.machines.tell(AskedMoves(action, [move.sent for move in moves]))
 
@@ -402,7 +403,7 @@ class Tiers:
                 move.is_bad = not move.units
             move.ok = False
         if failed and not ticket.is_load and self.disk is not None:
-            self.disk.pause()
+            self.disk.pause(self.disk.is_full or any(answer.is_full for answer in errand.answers))
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a ticket is complete or the time is over. Returns at once if none is under way."""
@@ -419,13 +420,13 @@ class Tiers:
         """Removes a file, after the saves that were asked for before. One that is missing is fine."""
         if self.disk is not None:
             self.mover.put([functools.partial(self.disk.delete, kind, key)])
-            self._tell("delete", Move(kind, key))
+            self.tell("delete", Move(kind, key))
 
     def clear(self) -> None:
         """Removes every file of this model, before it returns. Nothing may be moved meanwhile."""
         if self.disk is not None:
             self.disk.clear()
-            self._tell("clear")
+            self.tell("clear")
 
     def survey(self) -> None:
         """Has the directory looked through, behind what was asked for before: `Disk.surveyed` then says what
