@@ -158,7 +158,9 @@ def test_who_is_not_let_in(tmp_path: Path) -> None:
 def network() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Another machine: an address that is reached over a link between two network namespaces, and the command that is there."""
     name, link = f"deltic-{os.getpid()}", f"dl{os.getpid() % 100000}"
-    here, there = "10.213.7.1", "10.213.7.2"
+    # of this process alone: a run that was killed leaves its link
+    own = os.getpid() % 50_000
+    here, there = (f"10.213.{own // 200}.{own % 200 // 4 * 4 + i}" for i in (1, 2))
     commands = (
         f"netns add {name}",
         f"link add {link} type veth peer name {link}b netns {name}",
