@@ -144,7 +144,7 @@ RARELY = pytest.mark.xfail(reason="some tokens differ with few_codes, which is o
     ],
 )
 def test_kernels_that_start_early_change_nothing(format: str | None, levers: Levers) -> None:
-    """The widths of 27B, whose products fill the chip: copies once found rows of an earlier layer in an L1 cache."""
+    """The widths of 27B, whose products fill the chip."""
     config = EngineConfig(device="cuda", dummy="qwen3.5-27b", memory_gb=30.0, max_model_len=1024, prefix_cache=False)
     model = GpuModel.load(config, format, 4)
     found = []

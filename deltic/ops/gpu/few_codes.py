@@ -269,9 +269,9 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
     """Returns whether n rows are multiplied by these segments here, as `hopper.pays` does. Of codes that are
     easily decoded more than 8 rows are faster in Triton.
     """
-    faster, levers = n <= TOKENS[0] or FewForm(parts[0][0].format).is_lowered, bound_levers()
+    levers, is_faster = bound_levers(), n <= TOKENS[0] or FewForm(parts[0][0].format).is_lowered
     is_on = levers.few_codes and levers.hopper and hopper.works()
-    return is_on and faster and plan_of(n, parts, swiglu) is not None
+    return is_on and is_faster and plan_of(n, parts, swiglu) is not None
 
 
 def x_map(x: Tensor, tokens: int) -> TensorMap:

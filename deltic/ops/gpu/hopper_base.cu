@@ -89,8 +89,8 @@ constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
 __device__ __forceinline__ void wait_for_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Waits for the kernel in front, as a thread does that copies what it wrote. Copies are another proxy than loads and
-// stores, and they find lines that the L1 cache has kept from kernels before: without the fences some rows of x were
-// those of an earlier layer, where the next kernel had started early (docs/log/2026-11.md).
+// stores. Without the fences few rows of codes gave other tokens where the next kernel had started early, it seems by
+// lines that the L1 cache had kept of an earlier layer; with them they rarely do (docs/log/2026-11.md).
 __device__ __forceinline__ void wait_to_copy() {
   wait_for_front();
   asm volatile("fence.acq_rel.gpu; fence.proxy.async;" ::: "memory");

@@ -58,7 +58,7 @@ class Levers:
     hopper: bool = _lever("multiply by hopper.cu where it is faster")
     fused_sums: bool = _lever("sums over GPUs inside the norm")
     peer: bool = _lever("GPUs write to each other's memory, not to the host's")
-    few_codes: bool = _lever("multiply few rows by codes in CUDA C++, on Hopper", default=False)
+    few_codes: bool = _lever("multiply few rows by codes in CUDA C++, on Hopper", default=False, exact=False)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
