@@ -182,7 +182,7 @@ class EngineConfig:
     stages_secret: Path | None = knob(None, metavar="FILE")
     """file of a secret, 16 bytes or more, that all of them have"""
     stages_timeout_s: float = knob(20.0, least=0.1)
-    """a stage that is silent in a step for so many seconds is lost"""
+    """a stage that is silent for so many seconds is lost; in a start and beside steps for 5 at least"""
     lora: tuple[str, ...] = knob((), metavar="NAME=PATH", kind="text")
     """apply this LoRA adapter to requests whose model is NAME: a directory of PEFT's, or a safetensors file
     with its adapter_config.json beside it; may be given several times

@@ -7,6 +7,7 @@ it: an engine that is started again finds a stage as fresh as itself, whatever h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
@@ -150,6 +151,8 @@ def _work(front: PeerConnection, config: EngineConfig) -> int:
         serve_stage(front, config)
     except (LostError, RunnerLostError) as error:
         log.warning("%s", error)
+        with contextlib.suppress(LostError):  # whose front may know why it has ended
+            front.send(StageRefusal(str(error), may_pass=True), timeout_s=END_S)
     except Exception:
         log.exception("the stage failed")
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,7 @@ from deltic.runtime.stages import (
     Neighbours,
     Stages,
     StageTasks,
+    beat,
     check_settings,
     content_of,
     nth_stage,
@@ -436,7 +438,7 @@ def _build_stage(
     plan = make_plan(device.text, model, free)
     limits = stages.join(number, Limits(shared_sizes(plan), plan.n_host_units), start.progress)
     if front is not None:
-        limits = front.agreed(limits)
+        limits = front.agreed(limits, stages.limit_s)
     runner, kind = _build_text(stages.load(limits), device, free, start)
     last, place = shape.first_layer + shape.n_layers - 1, "here" if front is None else f"on {front.own_name}"
     own = f"layers {shape.first_layer} to {last} of {len(shape.model_layer_types)} run {place}"
@@ -460,6 +462,7 @@ def serve_stage(front: PeerConnection, given: EngineConfig) -> None:
         config = settings_of(join, given)
         if not 0 < join.number <= len(config.stages):  # without stages no setting would be refused
             raise ConfigError(f"{front.name} has no stage {join.number}, of {len(config.stages)}")
+        threading.Thread(target=beat, args=(front, config.stages_timeout_s / 4), daemon=True).start()
         device = gpu_device(config) if is_for_gpu(config) else Cpu()
         model = settle_text(config, device, stage=join.number)
         if content_of(model) != join.content:
@@ -543,10 +546,7 @@ def _share_tiers(runner: TextRunner, model: TextModel, stages: Stages, progress:
     if errand.error is not None:
         raise ConfigError(errand.error)
     if tiers is not None:
-        largest = {
-            Kind.PAGE: max(each.page_bytes for each in ready),
-            Kind.STATE: max(each.state_bytes for each in ready),
-        }
+        largest = {Kind.PAGE: max(one.page_bytes for one in ready), Kind.STATE: max(one.state_bytes for one in ready)}
         tiers.share(stages, largest, max(-(-each.state_bytes // each.page_bytes) for each in ready))
     return told
 

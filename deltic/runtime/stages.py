@@ -16,10 +16,9 @@ import json
 import logging
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -151,7 +150,7 @@ class StageTasks:
             yield Answer(self._tickets.pop(ticket), failed=failed, is_full=is_full)
         if tiers.n_moved != self._n_moved:
             self._n_moved = tiers.n_moved
-            yield Beat()
+            yield Beat(has_moved=True)
 
     def _opened(self, task: AskedTiers) -> str | None:
         """Opens the tiers; why that cannot be."""
@@ -309,8 +308,8 @@ class Neighbours(Protocol):
     def end(self) -> None:
         """The step is over here."""
 
-    def check(self) -> None:
-        """Looks whether those behind are there."""
+    def hear(self) -> None:
+        """Takes what those behind have said, and looks whether they are there."""
 
 
 class Stages:
@@ -325,11 +324,15 @@ class Stages:
         self.said: list[ReadyStage] = []
         """Machines from this one on, once all are ready."""
         self.timeout_s = model.config.stages_timeout_s
+        """Seconds of a step for which a stage may be silent."""
+        self.limit_s = max(self.timeout_s, GREETING_S)
+        """The same of a start and beside the steps."""
         self.behind: PeerConnection | None = None
         self._told = StepTeller(0)
         self._is_stepping = False
         self._asked: dict[int, Errand] = {}
         self._n_asked = self.n_heard = 0
+        self._silent_s, self._looked_s = 0.0, time.monotonic()
 
     # At the start, in this order.
 
@@ -398,14 +401,15 @@ class Stages:
             return [own]
         with self._losing():
             answer = self._answer(self.behind, progress)
-        if isinstance(answer, Loaded):
-            return [own, *answer.said]
-        raise ConfigError(f"stage {self.behind.name}: {answer.why if isinstance(answer, StageRefusal) else answer}")
+            if isinstance(answer, Loaded):
+                return [own, *answer.said]
+            raise _unexpected(self.behind, answer, "a stage that is ready")
 
     def _answer(self, connection: PeerConnection, progress: Progress) -> object:
-        """Reads on behind reports of progress, which are passed on."""
-        while isinstance(answer := connection.receive(), StageLoading):
-            progress(answer.what, answer.done)
+        """Reads on behind signs of life, and reports of progress, which are passed on. Raises LostError."""
+        while isinstance(answer := connection.receive(self.limit_s), StageLoading | Beat):
+            if isinstance(answer, StageLoading):
+                progress(answer.what, answer.done)
         return answer
 
     # In a step, as Neighbours.
@@ -414,7 +418,7 @@ class Stages:
         """Tells the stages behind of a step."""
         if self._is_stepping:
             raise RunnerLostError("a step has failed here that other machines have begun")
-        self._is_stepping = True
+        self._is_stepping, self._silent_s = True, 0.0  # a step has a limit of its own
         if self.behind is not None:
             with self._losing():
                 self.behind.send(self._told.of(step), timeout_s=self.timeout_s)
@@ -438,13 +442,7 @@ class Stages:
         """The step is over here."""
         self._is_stepping = False
 
-    def check(self) -> None:
-        """Takes the answers that have come. Raises RunnerLostError where the next stage has gone."""
-        if self.behind is not None and self.behind.is_gone():
-            raise RunnerLostError(f"stage {self.behind.name} has gone")
-        self.hear()
-
-    # StageTasks the steps, as Machines.
+    # Beside the steps, as Machines.
 
     def ask(self, task: Task) -> Errand:
         """Asks all machines behind."""
@@ -461,47 +459,61 @@ class Stages:
                 self.behind.send(news, timeout_s=self.timeout_s)
 
     def hear(self, timeout_s: float = 0.0) -> None:
-        while self.behind is not None and _waiting([self.behind], timeout_s):
-            timeout_s = 0.0
-            with self._losing():
-                message = self.behind.receive()
-                if not isinstance(message, Answer | Beat):
-                    raise LostError(f"{self.behind.name} sent {message}, where an answer was due")
-                self._take(message)
-
-    def _take(self, answer: Answer | Beat) -> None:
-        """Takes what a stage behind says of a task, which is for the engine."""
-        self.n_heard += 1
-        if self._front is not None:
-            self._front.send(answer)
-        if self._front is not None or isinstance(answer, Beat):
+        """Takes what has come, or waits for it so long. Raises RunnerLostError where nothing comes any
+        more.
+        """
+        if self.behind is None:
             return
-        asked = self._asked[answer.number]
-        asked.answers.append(answer)
-        if asked.is_done:
-            del self._asked[answer.number]
+        # Not by the clock: while this process itself stood still, it took no note of signs.
+        now = time.monotonic()
+        self._silent_s, self._looked_s = self._silent_s + min(now - self._looked_s, IDLE_S), now
+        with self._losing():
+            while _waiting([self.behind], timeout_s):
+                timeout_s = 0.0
+                message = self.behind.receive(self.limit_s)
+                if not isinstance(message, Answer | Beat):
+                    raise _unexpected(self.behind, message, "an answer")
+                self._take(message)
+            if self._silent_s > self.limit_s:
+                raise self.behind.lost(TimeoutError())
+
+    def _take(self, message: Answer | Beat) -> None:
+        """Takes what a stage behind says of a task, which is for the engine, and any sign of life."""
+        self._silent_s = 0.0
+        self.n_heard += message != Beat()
+        if self._front is not None:
+            self._front.send(message)
+        elif isinstance(message, Answer):
+            asked = self._asked[message.number]
+            asked.answers.append(message)
+            if asked.is_done:
+                del self._asked[message.number]
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
         try:
             yield
         except LostError as error:
-            raise RunnerLostError(f"a machine of this model is lost: {error}") from None
+            raise RunnerLostError(f"a machine is lost: {error}; if `deltic stage` hangs there, restart it") from None
 
 
-def wait_for_result(connection: PeerConnection, timeout_s: float, take: Callable[[Answer], None]) -> StepResult:
-    """The result of a step, behind signs of life, and answers, which are given to `take`. Raises LostError
-    where nothing comes in time.
+def _unexpected(connection: PeerConnection, message: object, due: str) -> Exception:
+    """The error for a message that is not what was due: of a refusal, what the stage says."""
+    if isinstance(message, StageRefusal):
+        return (RunnerLostError if message.may_pass else ConfigError)(f"stage {connection.name}: {message.why}")
+    return LostError(f"{connection.name} sent {message}, where {due} was due")
+
+
+def wait_for_result(connection: PeerConnection, timeout_s: float, take: Callable[[Answer | Beat], None]) -> StepResult:
+    """The result of a step, behind signs of life and answers, which are given to `take`. Raises LostError
+    where nothing comes in time, RunnerLostError for what a stage refuses.
 
     The engine's thread may be here for long: that it is, is a sign of life of its own (host/process.py).
     """
     while isinstance(message := connection.receive(timeout_s), Beat | Answer):
-        if isinstance(message, Answer):
-            take(message)
-    if isinstance(message, StageRefusal):
-        raise LostError(f"{connection.name} could not run a step ({message.why})")
+        take(message)
     if not isinstance(message, SentResult):
-        raise LostError(f"{connection.name} sent {message}, where a result was due")
+        raise _unexpected(connection, message, "a result")
     return message.result
 
 
@@ -532,40 +544,32 @@ def serve_steps(front: PeerConnection, runner: StepRunner, stages: Stages, besid
     """Runs the steps that come from the front, and does beside them what it asks for, until it closes:
     LostError. Raises RunnerLostError.
     """
-    mirror, running = Mirror(runner.info.max_num_seqs), threading.Event()
-    threading.Thread(target=_beat, args=(front, running, stages.timeout_s / 4), daemon=True).start()
+    mirror = Mirror(runner.info.max_num_seqs)
     ends = [front] if stages.behind is None else [front, stages.behind]
     while True:
         for answer in beside.answers():
             front.send(answer)
         found = _waiting(ends, ASIDE_S if beside.is_waiting else IDLE_S)
-        stages.check()
+        stages.hear()
         if front not in found:
             continue
         message = front.receive()
         if isinstance(message, Task | DroppedAdapter):
             stages.tell(message)
-            running.set()  # a directory may take long to clear
             beside.take(message)
-            running.clear()
-            continue
-        if not isinstance(message, SentStep):
+        elif isinstance(message, SentStep):
+            if runner.tiers is not None:
+                runner.tiers.follow()
+            front.send(SentResult.of(runner.step(mirror.step(message))))
+        else:
             raise LostError(f"{front.name} sent {message}, where a step was due")
-        running.set()
-        if runner.tiers is not None:
-            runner.tiers.follow()
-        result = runner.step(mirror.step(message))
-        running.clear()
-        front.send(SentResult.of(result))
 
 
-def _beat(front: PeerConnection, running: threading.Event, every_s: float) -> None:
-    """Tells the front that this process lives, while a step runs."""
-    while True:
-        running.wait()
-        time.sleep(every_s)
-        if running.is_set():
-            try:
-                front.send(Beat())
-            except LostError:
-                return
+def beat(front: PeerConnection, every_s: float) -> None:
+    """Tells the front that this process lives, whatever its main thread does, until the connection is
+    closed.
+    """
+    with suppress(LostError):
+        while True:
+            time.sleep(every_s)
+            front.send(Beat())

@@ -116,7 +116,9 @@ class Rows(msgspec.Struct, tag="rows", frozen=True):
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """A sign of life while a step runs."""
+    """A sign of life. has_moved: of something between tiers, of which an Answer tells once all is done."""
+
+    has_moved: bool = False
 
 
 Start = Challenge | Proof | Join | Limits | StageLoading | Loaded | StageRefusal
@@ -163,20 +165,24 @@ class PeerConnection:
                         n = self.socket.send(part, socket.MSG_DONTWAIT)
                         self.n_sent, part = self.n_sent + n, part[n:]
         except OSError as error:
-            raise self._lost(error) from None
+            raise self.lost(error) from None
 
     def receive(self, timeout_s: float | None = None, *, is_greeting: bool = False) -> Message:
         """The next message. timeout_s: seconds in which some of it must come. is_greeting: of an end that is
         not trusted yet: a short one, and all of it must come within GREETING_S. Raises LostError.
         """
         until = time.monotonic() + GREETING_S if is_greeting else None
-        head, most = bytearray(4), MAX_GREETING if is_greeting else MAX_MESSAGE
+        head = bytearray(4)
         self._fill(memoryview(head), timeout_s, until)
-        if (n := int.from_bytes(head, "little")) > most:
-            raise LostError(f"{self.name} sent a message of {n} bytes, where {most} are the most")
-        body = bytearray(n)
+        body = bytearray(self.n_bytes(head, MAX_GREETING if is_greeting else MAX_MESSAGE))
         self._fill(memoryview(body), timeout_s, until)
         return self.decoded(body)
+
+    def n_bytes(self, head: bytes | bytearray, most: int) -> int:
+        """Bytes of the message behind its first four. Raises LostError for more than `most`."""
+        if (n := int.from_bytes(head, "little")) > most:
+            raise LostError(f"{self.name} sent a message of {n} bytes, where {most} are the most")
+        return n
 
     def decoded(self, body: bytes | bytearray) -> Message:
         """The message of some bytes. Raises LostError for what is none."""
@@ -192,7 +198,7 @@ class PeerConnection:
         except BlockingIOError:
             return b""
         except OSError as error:
-            raise self._lost(error) from None
+            raise self.lost(error) from None
         if not found:
             raise LostError(f"{self.name} closed the connection")
         return found
@@ -210,10 +216,12 @@ class PeerConnection:
             self._reported, self._reported_s = what, time.monotonic()
             self.send(StageLoading(what, done))
 
-    def agreed(self, own: Limits) -> Limits:
-        """Sends what there is room for here. Returns what all have room for. Raises LostError."""
+    def agreed(self, own: Limits, timeout_s: float) -> Limits:
+        """Sends what there is room for here. Returns what all have room for, which comes within timeout_s
+        seconds. Raises LostError.
+        """
         self.send(own)
-        limits = self.receive()
+        limits = self.receive(timeout_s)
         if not isinstance(limits, Limits):
             raise LostError(f"{self.name} sent {limits}, where sizes were due")
         return limits
@@ -241,9 +249,10 @@ class PeerConnection:
                     raise LostError(f"{self.name} closed the connection")
                 out = out[n:]
         except OSError as error:
-            raise self._lost(error) from None
+            raise self.lost(error) from None
 
-    def _lost(self, error: OSError) -> LostError:
+    def lost(self, error: OSError) -> LostError:
+        """Error to raise for one of this connection; of a TimeoutError it says that nothing came."""
         why = "it shows no sign of life" if isinstance(error, TimeoutError) else str(error)
         return LostError(f"{self.name} is lost ({why})")
 
@@ -269,12 +278,10 @@ class Welcome:
         """
         connection = self.connection
         self._come += connection.read_some(MAX_GREETING + 4 - len(self._come))
-        n, body = int.from_bytes(self._come[:4], "little"), self._come[4:]
-        if len(self._come) >= 4 and n > MAX_GREETING:
-            raise LostError(f"{connection.name} sent a message of {n} bytes, where {MAX_GREETING} are the most")
-        if len(self._come) < 4 or len(body) < n:
+        head, body = self._come[:4], self._come[4:]
+        if len(head) < 4 or len(body) < (n := connection.n_bytes(head, MAX_GREETING)):
             if time.monotonic() > self.until_s:
-                raise LostError(f"{connection.name} is lost (it shows no sign of life)")
+                raise connection.lost(TimeoutError())
             return False
         proof = connection.decoded(body)
         if not isinstance(proof, Proof) or len(body) > n:

@@ -35,7 +35,7 @@ from deltic.runtime.build import build_runner, check_alone, serve_stage, settle_
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fit import make_plan
-from deltic.runtime.stages import Stages, dial, divide, serve_steps, wait_for_result
+from deltic.runtime.stages import Stages, beat, dial, divide, serve_steps, wait_for_result
 from deltic.runtime.wire import (
     GREETING_S,
     Challenge,
@@ -88,7 +88,7 @@ class Chain:
     def end(self) -> None:
         """So they end."""
 
-    def check(self) -> None:
+    def hear(self) -> None:
         """They are there."""
 
     def step(self, step: Step) -> StepResult:
@@ -449,12 +449,13 @@ def test_a_machine_that_works_beside_its_steps_lives(ends: tuple[PeerConnection,
     front, stage = ends
     beside = SimpleNamespace(is_waiting=False, take=lambda task: time.sleep(1), answers=lambda: ())
     runner = SimpleNamespace(info=SimpleNamespace(max_num_seqs=1), tiers=None, step=lambda step: StepResult([], [], {}))
-    own = SimpleNamespace(timeout_s=0.4, behind=None, check=lambda: None, tell=lambda message: None)
+    own = SimpleNamespace(behind=None, hear=lambda: None, tell=lambda message: None)
 
     def run() -> None:
         with contextlib.suppress(LostError):
             serve_steps(stage, runner, own, beside)  # type: ignore[arg-type]
 
+    threading.Thread(target=beat, args=(stage, 0.1), daemon=True).start()
     thread = threading.Thread(target=run)
     thread.start()
     front.send(AskedMoves("clear"))

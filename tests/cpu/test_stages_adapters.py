@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +36,6 @@ def made(kind: str, seed: int, rank: int = 8) -> Path:
     model = published_model(tiny_checkpoint(kind, n_layers=LAYERS))
     make_adapter(model, path, EVERY, EXPERTS if kind != "dense" else [], seed=seed, r=rank)
     return path
-
-
-@pytest.fixture
-def stages() -> Iterator[list[Stage]]:
-    found: list[Stage] = []
-    yield found
-    for stage in found:
-        stage.close()
 
 
 def test_stages_share_the_terms_out() -> None:

@@ -112,7 +112,7 @@ def test_a_machine_that_goes_and_comes_back(served: Served) -> None:
         assert ask(staged) == expected
         stage.close()
         wait_for(lambda: not is_ready(staged))
-        assert f"stage {stage.address} has gone" in staged.process.log_tail()
+        assert f"a machine is lost: {stage.address} closed the connection" in staged.process.log_tail()
         again = Stage(listen=stage.address)
         try:
             wait_for(lambda: is_ready(staged))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,6 @@ os.pwrite = pwrite
 main()
 """
 """A stage whose disk has so much room for the cache."""
-
-
-@pytest.fixture
-def stages() -> Iterator[list[Stage]]:
-    found: list[Stage] = []
-    yield found
-    for stage in found:
-        stage.close()
 
 
 @pytest.mark.parametrize("kind", ["dense", "next"])

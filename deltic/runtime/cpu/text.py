@@ -210,7 +210,7 @@ class Runner:
         some of the layers is gone.
         """
         if self.neighbours is not None:
-            self.neighbours.check()
+            self.neighbours.hear()
         return False
 
     def logits(self, n_rows: int) -> Array:

@@ -337,7 +337,7 @@ class GpuTextRunner(GpuRunner):
         that has some of the layers is gone.
         """
         if self.neighbours is not None:
-            self.neighbours.check()
+            self.neighbours.hear()
         return self._ran_ahead is not None and not self._ran_ahead.query()
 
     # Log-probabilities.
