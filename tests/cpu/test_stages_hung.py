@@ -18,6 +18,7 @@ from deltic.runtime import stages as runtime
 from tests.cpu.test_reference import needs_transformers
 from tests.cpu.test_stages import SETTINGS, answers, built
 from tests.cpu.test_stages_adapters import LAYERS, made
+from tests.served import Served
 from tests.staged import Stage
 from tests.tiny import tiny_checkpoint
 from tests.waiting import wait_for
@@ -145,6 +146,25 @@ def test_an_adapter_that_a_machine_does_not_load(stages: list[Stage], tmp_path: 
     with pytest.raises(RunnerLostError, match=f"{slow.stage.address} is lost"):
         slow.load(runner, made("dense", 2))
     stopping.join()
+
+
+@needs_transformers
+def test_an_adapter_over_http(stages: list[Stage], tmp_path: Path) -> None:
+    """Whoever asks for it is told to ask again, and then has it."""
+    slow = Slow(stages, tmp_path, "adapter", 60.0)
+    served = Served(
+        slow.config.model, "--stages", slow.stage.address, "--stages-timeout-s", "1", "--allow-lora-loading"
+    )
+    try:
+        stopping, asked = slow.stop(), {"lora_name": "a", "lora_path": str(made("dense", 1))}
+        reply = served.http.post("/v1/load_lora_adapter", json=asked)
+        assert reply.status_code == 503 and "the engine process ended" in reply.text
+        assert f"{slow.stage.address} is lost (it shows no sign of life)" in served.process.log_tail()
+        stopping.join()
+        wait_for(lambda: served.http.get("/health").status_code == 200)
+        assert served.http.post("/v1/load_lora_adapter", json=asked).status_code == 200
+    finally:
+        assert served.close() == 0
 
 
 def test_a_machine_that_hangs_while_nobody_asks(stages: list[Stage], tmp_path: Path) -> None:

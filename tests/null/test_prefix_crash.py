@@ -233,6 +233,29 @@ def test_a_disk_that_is_full_before_the_budget_keeps_what_is_new(
     engine.close(5.0)
 
 
+def test_a_disk_that_others_have_filled_is_used_whole_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of this server's was there to make room: nothing is deleted later, either."""
+
+    def full(file: int, data: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rng, runner = Random(1), SolidRunner(tmp_path, disk_bytes=10**9)
+    engine, prompts = Engine(runner), [[rng.randrange(20, 900) for _ in range(400)] for _ in range(2)]
+    assert runner.tiers.disk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        ask_alone(engine, "full", prompts[0])
+    assert not runner.tiers.disk.can_save and not n_bytes_on_disk(tmp_path)
+    runner.tiers.disk._paused_until = 0.0
+    ask_alone(engine, "room", prompts[1])
+    engine.check()
+    assert engine.cache_summary()["tiers"]["disk"]["bytes_total"] == 10**9
+    engine.close(5.0)
+    assert ask_alone(Engine(SolidRunner(tmp_path, disk_bytes=10**9)), "again", prompts[1]) == 384
+
+
 def serve_until_killed(directory: str, seed: int) -> None:
     """The life of a child process: the same conversations whoever runs them, as far as it gets."""
     traffic = Traffic(Engine(SolidRunner(Path(directory), n_units=20, disk_bytes=200_000)), seed)

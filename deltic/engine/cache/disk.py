@@ -102,8 +102,8 @@ class Disk:
         self.notices: list[str] = []
         self.n_damaged = 0
         self.is_full = False
-        """Set when the disk had no room for what was to be written; for the engine's thread to clear, once it
-        has made some.
+        """Set when the disk had no room for what was to be written; for the engine's thread to clear, when it
+        makes some.
         """
         self.foreign_bytes = 0
         """Bytes of files in the directory that this server does not know, when it was last looked at."""

@@ -425,13 +425,13 @@ class Saves(NoSaves):
         """The disk was full before the budget was used up: a tenth of what this server has there makes room
         for what is new. After a while the whole budget is tried again.
         """
-        if not self._used or not self._disk.directory.may_delete:
-            return  # nothing to delete: it is tried again later
-        self._most = min(self._most, self._used * 9 // 10)
-        self._regrow_at = time.monotonic() + REGROW_S
-        self.make_room(0)
-        self._disk.resume()
-        self._tiers.tell("resume")
+        self._disk.is_full = False  # with nothing to delete it is tried again later, whole
+        if self._used and self._disk.directory.may_delete:
+            self._most = min(self._most, self._used * 9 // 10)
+            self._regrow_at = time.monotonic() + REGROW_S
+            self.make_room(0)
+            self._disk.resume()
+            self._tiers.tell("resume")
 
     # What comes and goes.
 
