@@ -466,6 +466,15 @@ def test_a_machine_that_works_beside_its_steps_lives(ends: tuple[PeerConnection,
     assert not thread.is_alive()
 
 
+def test_an_engine_that_hangs_before_it_says_the_sizes(ends: tuple[PeerConnection, PeerConnection]) -> None:
+    """The stage is free for the next one."""
+    own = wire.Limits({"max_num_seqs": 4}, 7)
+    with pytest.raises(LostError, match=r"front is lost \(it shows no sign of life\)"):
+        ends[1].agreed(own, 0.1)
+    ends[0].send(wire.Limits({"max_num_seqs": 2}, 5))
+    assert ends[1].agreed(own, 5.0).sizes == {"max_num_seqs": 2}
+
+
 def test_what_is_sent_to_a_machine_without_power(ends: tuple[PeerConnection, PeerConnection]) -> None:
     """It is not sent again for a quarter of an hour, in which the stage would be free for nobody."""
     assert [end.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends] == [25_000] * 2
