@@ -51,7 +51,7 @@ def bench_gpu(name: str, minutes: float, given: str, kind: str = "", gpus: int =
 
 def few_codes(name: str, minutes: float, format: str) -> Step:
     """27B with few rows of codes multiplied in CUDA C++ and by Triton, in turns."""
-    flags = f"--levers few_codes --rounds 3 --n 1,4,16 --output 128 --format {format} --memory-gb 60 --out {{out}}"
+    flags = f"--levers hopper --rounds 3 --n 1,4,16 --output 128 --format {format} --memory-gb 60 --out {{out}}"
     return Step(name, minutes, (f"{ABLATE} {flags}",))
 
 

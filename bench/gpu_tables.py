@@ -14,7 +14,7 @@ LARGE_SHAPES = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")
 NATIVE = ("drafters", "streams", "experts", "few-codes", "parts", "two-gpus", "as-sm_86", "as-sm_89", "as-sm_120")
 """What is run by `bench.gpu.native`."""
 OFF = ("deep_codes", "few_codes")
-"""Levers that are off as it is served."""
+"""Levers of kept runs that were off as it was served."""
 ALONE = ("state_dtype", "kv_cache_dtype", "max_step_tokens", "expert_parallel")
 """Settings whose runs stand in tables of their own."""
 

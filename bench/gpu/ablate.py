@@ -27,16 +27,17 @@ from deltic.ops.gpu.launch import Levers
 
 
 def variants(max_drafts: int, only: str = "") -> list[tuple[str, Levers, int]]:
-    """Name, levers and most tokens of a draft: the base, one lever switched at a time, and drafts, where
+    """Name, levers and most tokens of a draft: the base, one lever off at a time, and drafts, where
     there are any. only: names of levers, else all. Raises ConfigError for one that is not there.
     """
     base = Levers()
-    switched = {field.name: not field.default for field in dataclasses.fields(Levers)}
-    if unknown := set(filter(None, only.split(","))) - set(switched):
-        raise ConfigError(f"--levers {only}: no lever {', '.join(unknown)}; there are {', '.join(switched)}")
-    switched = {name: on for name, on in switched.items() if not only or name in only.split(",")}
+    names = [field.name for field in dataclasses.fields(Levers)]
+    if unknown := set(filter(None, only.split(","))) - set(names):
+        raise ConfigError(f"--levers {only}: no lever {', '.join(unknown)}; there are {', '.join(names)}")
     found = [("as served", base, 0)]
-    found += [(f"{name}={'on' if on else 'off'}", replace(base, **{name: on}), 0) for name, on in switched.items()]
+    found += [
+        (f"{name}=off", replace(base, **{name: False}), 0) for name in names if not only or name in only.split(",")
+    ]
     return found + ([(f"max_drafts={max_drafts}", base, max_drafts)] if max_drafts else [])
 
 

@@ -275,10 +275,10 @@ def test_a_run_as_served_has_no_lever_switched() -> None:
 
 def test_drafts_are_ablated_where_there_are_any() -> None:
     names = [name for name, _, _ in ablate.variants(0)]
-    assert names[0] == "as served" and {"pdl=off", "few_codes=on"} <= set(names) and len(set(names)) == len(names)
+    assert names[0] == "as served" and {"pdl=off", "hopper=off"} <= set(names) and len(set(names)) == len(names)
     assert [(name, n) for name, _, n in ablate.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
     assert ablate.variants(8)[-1][1] == ablate.variants(8)[0][1]
-    assert [name for name, _, _ in ablate.variants(0, "few_codes,pdl")] == ["as served", "pdl=off", "few_codes=on"]
+    assert [name for name, _, _ in ablate.variants(0, "hopper,pdl")] == ["as served", "pdl=off", "hopper=off"]
     with pytest.raises(ConfigError, match="--levers few: no lever few; there are graphs, "):
         ablate.variants(0, "few")
 

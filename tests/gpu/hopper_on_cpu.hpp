@@ -51,7 +51,7 @@ namespace cpu {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<unsigned char[]> stack;
-  bool done = false, has_waited = false, may_copy = false;
+  bool done = false, has_waited = false, has_ended = false;
 };
 struct Barrier {
   int count, left, phase;
@@ -195,7 +195,15 @@ inline void barrier_expect(u32 at, u32 bytes) {
   cpu::look(b);
   ++cpu::n_events;
 }
-inline void barrier_arrive(u32 at) { barrier_expect(at, 0); }
+inline void end_loads() { cpu::fibers[cpu::current].has_ended = true; }
+inline void barrier_arrive(u32 at) {
+  const int first = cpu::current / 32 * 32;
+  for (int i = first; i < first + 32; ++i) {
+    cpu::check(cpu::fibers[i].has_ended, "a stage is given back before loads of it have ended");
+    cpu::fibers[i].has_ended = false;
+  }
+  barrier_expect(at, 0);
+}
 inline void barrier_wait(u32 at, u32 parity) {
   cpu::Barrier& b = cpu::barrier_at(at);
   while ((b.phase & 1) == static_cast<int>(parity)) cpu::yield();
@@ -208,16 +216,12 @@ inline void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 bar
   cpu::check(column * m.each % 16 == 0, "a copy that begins inside of 16 bytes");
   cpu::check(to % 128 == 0, "a copy to what is no multiple of 128");
   cpu::check(column >= 0 && row >= 0, "a copy of what is in front of a matrix");
-  cpu::check(!m.is_behind_wait || cpu::fibers[cpu::current].may_copy, "rows of x in front of the wait and its fence");
+  cpu::check(!m.is_behind_wait || cpu::fibers[cpu::current].has_waited, "rows of x in front of the wait");
   memset(cpu::bytes_at(to, m.box_rows * m.box_bytes), 0xFF, m.box_rows * m.box_bytes);
   cpu::copies.push_back({to, barrier, m, column, row, static_cast<int>(cpu::chance() % 256)});
   ++cpu::n_events;
 }
 inline void wait_for_front() { cpu::fibers[cpu::current].has_waited = true; }
-inline void wait_to_copy() {
-  wait_for_front();
-  cpu::fibers[cpu::current].may_copy = true;
-}
 inline void let_next_start() {}
 inline void __syncwarp() {
   cpu::together(1, nullptr, [](void**) {});

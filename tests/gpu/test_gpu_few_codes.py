@@ -168,13 +168,11 @@ def test_all_multiprocessors_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         out = torch.empty((n, w.n // 2) if swiglu else (splits, n, w.n), device="meta")
         parts = [(w.whole, out)] if swiglu else parts_of(w, out)
-        with Levers(few_codes=True).bound(), monkeypatch.context() as patch:
+        with Levers().bound(), monkeypatch.context() as patch:
             patch.setattr(hopper, "works", lambda: True)
             plan = few_codes.plan_of(n, parts, swiglu)
             is_slower = n > 8 and runs[0][1].startswith("int4")  # a card has timed it
             assert few_codes.pays(n, parts, swiglu) == (plan is not None and not is_slower)
-            with Levers().bound():
-                assert not few_codes.pays(n, parts, swiglu), "until tokens of a model are the same"
         return plan
 
     for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "int4-g128-bfloat16"):
@@ -249,7 +247,7 @@ def test_it_has_the_bits_of_the_narrow_kernel(name: str, runs: tuple[int, ...], 
         x = rows_of_x(n, k).cuda()
         ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
         narrow_linear(x, w, theirs, config=config_for(n, w, splits))
-        with Levers(few_codes=True).bound():
+        with Levers().bound():
             if few_codes.pays(n, parts_of(w, ours), False):
                 narrow_linear(x, w, ours)
             else:
@@ -267,13 +265,13 @@ def test_it_has_the_bits_of_the_narrow_swiglu(name: str, m: int, k: int) -> None
     for n in (1, 5, 8, 16):
         x = rows_of_x(n, k).cuda() * 3
         ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        with Levers(few_codes=True).bound():
+        with Levers().bound():
             if few_codes.pays(n, [(w.whole, ours)], True):
                 narrow_swiglu(x, w, ours)
             else:
                 assert n > 8
                 few_codes.multiply(x, [(w.whole, ours)], True)
-        with Levers().bound():
+        with Levers(hopper=False).bound():
             narrow_swiglu(x, w, theirs)
         assert same(ours, theirs) and not ours.isnan().any(), n
 
@@ -283,8 +281,8 @@ FAULTS = {
     "a stage is read before it is full": ("        barrier_wait(full + 8 * s, parity);\n", ""),
     "the first stage is read before it is full": ("  barrier_wait(full, 0);\n", ""),
     "a ring forgets its turn": ("    if (++s == g.n_stages) s = 0, parity ^= 1;\n", "    if (++s == g.n_stages) s = 0;\n"),
-    "x is read before the wait": ("    wait_to_copy();\n", ""),
-    "x is read without a fence": ("    wait_to_copy();\n", "    wait_for_front();\n"),
+    "x is read before the wait": ("    wait_for_front();\n    for", "    for"),
+    "a stage is given back before loads of it have ended": ("    end_loads();\n", ""),
     "a product before the wait": ("  wait_for_front();  // nobody", "  // nobody"),
     "one arrival too many": ("barrier_init(empty + 8 * s, g.tiles)", "barrier_init(empty + 8 * s, g.tiles + 1)"),
     "one byte too few": ("barrier_expect(barrier, g.copied_bytes)", "barrier_expect(barrier, g.copied_bytes + 16)"),

@@ -119,7 +119,10 @@ def _hopper(device: str) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "works", lambda: True)
         w = in_rows(torch.zeros(256, 1024, dtype=torch.bfloat16, device=device))
-        return hopper.pays(64, [(w.whole, torch.zeros(2, 64, 256, device=device))], False, False)
+        pays = hopper.pays(64, [(w.whole, torch.zeros(2, 64, 256, device=device))], False, False)
+        w = Matrix.empty(5120, 4096, WEIGHT_FORMATS["Q4_K"], "rows", 1, DeviceStore("meta").empty)
+        assert pays == few_codes.pays(16, [(w.whole, torch.empty(2, 16, 5120, device="meta"))], False)
+        return pays
 
 
 def _shares() -> Shares:
@@ -134,13 +137,6 @@ def _fused_sums(device: str) -> object:
 
 def _peer(device: str) -> object:
     return _shares().meeting is not None
-
-
-def _few_codes(device: str) -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "works", lambda: True)
-        w = Matrix.empty(5120, 4096, WEIGHT_FORMATS["Q4_K"], "rows", 1, DeviceStore("meta").empty)
-        return few_codes.pays(16, [(w.whole, torch.empty(2, 16, 5120, device="meta"))], False)
 
 
 WHAT = {name.removeprefix("_"): of for name, of in globals().items() if name.removeprefix("_") in vars(Levers())}

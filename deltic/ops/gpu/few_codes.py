@@ -3,8 +3,7 @@
 Triton's kernel (linear.py) loads codes and decodes them in turn, and its tiles of 64 rows leave a part of a
 wave idle. Here the weight's rows, and those of up to two smaller segments beside it, are spread over all
 multiprocessors in sixteens; one thread copies ahead, before the kernel in front has ended, while the others
-decode and multiply. The bits of a product are the same. In a model on a card they rarely are not, where a
-bfloat16 segment is beside codes and kernels start early (docs/log/2026-11.md): the lever few_codes is off.
+decode and multiply. The bits are the same.
 
 It multiplies codes of up to 8 bits in groups of 16 to 256 columns, whose scales are not e4m3, where a slice
 of K is a multiple of 256. Triton does the rest: codebooks, K of other sizes, what does not run at once.
@@ -270,8 +269,7 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
     easily decoded more than 8 rows are faster in Triton.
     """
     levers, is_faster = bound_levers(), n <= TOKENS[0] or FewForm(parts[0][0].format).is_lowered
-    is_on = levers.few_codes and levers.hopper and hopper.works()
-    return is_on and is_faster and plan_of(n, parts, swiglu) is not None
+    return levers.hopper and hopper.works() and is_faster and plan_of(n, parts, swiglu) is not None
 
 
 def x_map(x: Tensor, tokens: int) -> TensorMap:

@@ -130,7 +130,7 @@ __device__ __forceinline__ void product(
     begin(w, first_tile);
     begin(x, first_tile);
     for (int s = 0; s < n_ahead; ++s, next(w)) copy_w(w, s);  // nobody in the step writes weights
-    wait_to_copy();
+    wait_for_front();
     for (int s = 0; s < n_ahead; ++s, next(x)) copy_x(x, s);
     for (int i = n_ahead, s = 0, parity = 0; i < n_turns; ++i, next(w)) {
       barrier_wait(empty + 8 * s, parity);
@@ -199,6 +199,7 @@ __device__ __forceinline__ void product(
           d[4 * j + 2] = __fmaf_rn(part[4 * j + 2], __fmul_rn(w0, s1), d[4 * j + 2]);
           d[4 * j + 3] = __fmaf_rn(part[4 * j + 3], __fmul_rn(w1, s1), d[4 * j + 3]);
         }
+        end_loads();
         __syncwarp();
         release(stage);
         if (++stage == n_stages) stage = 0, parity ^= 1;

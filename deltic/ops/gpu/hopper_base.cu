@@ -28,6 +28,11 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Ends this thread's loads of shared memory, before its warp arrives at a barrier and a copy overwrites what they read.
+// An arrival passes loads that are under way. Where programs of another kernel on the same multiprocessor held loads
+// up, a copy was faster than they were (docs/log/2026-11.md).
+__device__ __forceinline__ void end_loads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   int done = 0;
   while (!done)
@@ -87,14 +92,6 @@ constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x100000000000
 constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
 
 __device__ __forceinline__ void wait_for_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Waits for the kernel in front, as a thread does that copies what it wrote. Copies are another proxy than loads and
-// stores. Without the fences few rows of codes gave other tokens where the next kernel had started early, it seems by
-// lines that the L1 cache had kept of an earlier layer; with them they rarely do (docs/log/2026-11.md).
-__device__ __forceinline__ void wait_to_copy() {
-  wait_for_front();
-  asm volatile("fence.acq_rel.gpu; fence.proxy.async;" ::: "memory");
-}
 
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 

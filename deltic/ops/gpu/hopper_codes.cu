@@ -126,7 +126,7 @@ __device__ __forceinline__ void product_of_codes(
     begin(x, first_tile, PER * n_steps);
     // nobody in the step writes weights
     for (int s = 0; s < smaller(g.n_code_stages, n_code_turns); ++s, next(w, n_steps)) copy_codes(w, s);
-    wait_to_copy();
+    wait_for_front();
     for (int s = 0; s < smaller(n_stages, n_turns); ++s, next(x, PER * n_steps)) copy_x(x, s);
     // in the order in which stages become empty
     for (int i = 0, s = 0, parity = 0, code_s = 0, code_parity = 0; i < n_turns; ++i) {
@@ -249,6 +249,7 @@ __device__ __forceinline__ void product_of_codes(
         }
         if (p < COUNT - 1 || !is_last) decode(a[(p + 1) % 2]);
         if (p == COUNT - 2) {
+          end_loads();
           __syncwarp();
           arrive(code_empty + 8 * s);
         }

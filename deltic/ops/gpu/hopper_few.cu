@@ -68,7 +68,7 @@ __device__ __forceinline__ void product_of_few(
     const int n_ahead = smaller(n_stages, g.n_blocks);
     const int n_before = smaller(g.n_before, n_ahead);
     for (int s = 0; s < n_before; ++s) copy_w(s, s);  // nobody in the step writes weights
-    wait_to_copy();
+    wait_for_front();
     for (int s = 0; s < n_before; ++s) copy_x(s, s);
     for (int s = n_before; s < n_ahead; ++s) copy_w(s, s), copy_x(s, s);
     for (int i = n_ahead, s = 0, parity = 0; i < g.n_blocks; ++i) {

@@ -172,7 +172,7 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
     begin(x, first_tile);
     const int n_ahead = smaller(g.n_stages, n_turns), n_before = smaller(g.n_before, n_ahead);
     for (int s = 0; s < n_before; ++s, next(w)) copy_w(w, s);  // nobody in the step writes weights
-    wait_to_copy();
+    wait_for_front();
     for (int s = 0; s < n_ahead; ++s, next(x)) {
       if (s >= n_before) copy_w(w, s), next(w);
       copy_x(x, s);
@@ -302,6 +302,7 @@ __device__ __forceinline__ void product_of_few_codes(const Part& g, const Tensor
         for (int j = 0; j < TOKENS / 8; ++j) multiply_by_warp(d + 4 * j, a, b[j][2 * k], b[j][2 * k + 1]);
       }
     }
+    end_loads();
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * before);
     if (++block < g.n_blocks) continue;

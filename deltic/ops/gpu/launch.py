@@ -35,9 +35,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if kernels run in Triton's interpreter, on the CPU. Decided when Triton is imported."""
 
 
-def _lever(text: str, *, default: bool = True, exact: bool = True) -> bool:
+def _lever(text: str, *, exact: bool = True) -> bool:
     """Declares a lever. text: what it does, for people; exact: whether it leaves every bit as it is."""
-    field: bool = dataclasses.field(default=default, metadata={"text": text, "exact": exact})
+    field: bool = dataclasses.field(default=True, metadata={"text": text, "exact": exact})
     return field
 
 
@@ -55,10 +55,9 @@ class Levers:
     pdl: bool = _lever("start a kernel before the one in front ends")
     split_k: bool = _lever("narrow projections split along K", exact=False)
     silu_epilogue: bool = _lever("SwiGLU gate inside gate_up")
-    hopper: bool = _lever("multiply by hopper.cu where it is faster")
+    hopper: bool = _lever("multiply in CUDA C++ where it is faster, on Hopper")
     fused_sums: bool = _lever("sums over GPUs inside the norm")
     peer: bool = _lever("GPUs write to each other's memory, not to the host's")
-    few_codes: bool = _lever("multiply few rows by codes in CUDA C++, on Hopper", default=False, exact=False)
 
     @contextmanager
     def bound(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ formats than bf16 the narrow kernel makes operands of a segment on their way to 
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
 bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, e4m3
 in blocks, and tens to hundreds of rows of bf16, e4m3 and 4 bits are multiplied by hopper.py, to the same bits
-again; and so are up to 16 rows of codes by few_codes.py, if its lever is on.
+again; and so are up to 16 rows of codes by few_codes.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
