@@ -517,7 +517,10 @@ _ROOM = 48 * 1024
 
 
 def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
-    few, block_n, k = n_rows <= FEW_ROWS, 16, 128
+    few, block_n, formats = n_rows <= FEW_ROWS, 16, [s.format for m in (w.gate_up, w.down) for s in m.segments]
+    # a card has timed these: one row waits for memory, more of them until a multiprocessor has room
+    is_int4 = all(f.codes == "uint4" and f.scales.startswith("bfloat16") for f in formats)
+    k = 256 if n_rows == 1 and is_int4 and chip().has_hopper_copies else 128
 
     def largest(block_m: int, *matrices: Matrix) -> int:
         return max(stage_bytes(block_m, m.k, segment.format, k, block_n) for m in matrices for segment in m.segments)
@@ -528,8 +531,8 @@ def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
     in_segments = len(w.gate_up.segments) + len(w.shared_gate_up.segments) > 2
     block_m = 128 if 2 * largest(128, w.down, w.shared_down) <= chip().shared_bytes else 64
     return MoeTiles(
-        block_f=64 if in_segments else 32, block_m=block_m, block_n=block_n, up_k=k,
-        up_stages=stages(largest(64, w.gate_up, w.shared_gate_up)), down_k=k,
+        block_f=64 if in_segments or (is_int4 and not few) else 32, block_m=block_m, block_n=block_n, up_k=k,
+        up_stages=stages(largest(64, w.gate_up, w.shared_gate_up)), down_k=64 if is_int4 and n_rows > 4 else k,
         down_stages=stages(largest(block_m, w.down, w.shared_down)), down_ahead=n_rows <= 4,
         router_k=256 if few else 128, router_ahead=few, early=few, alone=n_rows == 1,
     )  # fmt: skip
