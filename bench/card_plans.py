@@ -57,7 +57,7 @@ def few_codes(name: str, minutes: float, format: str) -> Step:
 
 def outside(name: str, minutes: float, format: str) -> Step:
     """35B with experts outside: at the end of its minutes no other size of the slots is begun."""
-    flags = "--gb 4,8,12,16 --n 1,4,16 --rounds 3 --skew 1,3 --answers 250 --minutes {minutes} --out {out}"
+    flags = "--gb 8,16,4,12 --n 1,4,16 --rounds 3 --skew 1,3 --answers 250 --minutes {minutes} --out {out}"
     return Step(name, minutes, (f"python -m bench.gpu.outside --dummy qwen3.6-35b-a3b --format {format} {flags}",))
 
 
@@ -142,8 +142,8 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
             (f"{FILL} --dummy qwen3.5-27b --as-chip sm_120 --max-model-len 131072 --max-drafts 4",),
         ),
     ),
-    # estimates: int4 took 260 s when hardly anything was brought over the link
-    "gpu-outside": (outside("int4", 5.5, INT4), outside("fp8", 8, "fp8"), outside("ud", 6, UD)),
+    # estimates but for the first
+    "gpu-outside": (outside("int4", 3, INT4), outside("fp8", 4.5, "fp8"), outside("ud", 3.5, UD)),
     # estimates; the whole model has 130 GB of weights on one GPU
     "gpu-streams": (
         bench_gpu(
@@ -252,7 +252,7 @@ CARD_PLANS: dict[str, tuple[Step, ...]] = {
         Step("experts", 3.5, (f"{NATIVE} --name experts --workers 4 {T}experts.py",)),
         Step("few-codes", 3, (f"{NATIVE} --name few-codes --workers 8 {T}few_codes.py {T}hopper.py",)),
         # whether tokens differ where kernels start early: 64 layers, six rounds each
-        Step("early", 5, tuple(f"{ABLATE} --levers pdl --rounds 6 --n 4,16,64 --output 128 --format {format} --memory-gb 60 --out {{out}}"
+        Step("early", 7, tuple(f"{ABLATE} --levers pdl --rounds 6 --n 4,16,64 --output 128 --format {format} --memory-gb 60 --out {{out}}"
                                for format in ("fp8", INT4))),
         Step("parts", 4, (f"{NATIVE} --name parts {T}parts.py {T}waits.py -k 'not two_gpus'",)),
         Step("two-gpus", 5, (f"{NATIVE} --name two-gpus {T}all_reduce.py {T}tensor_parallel.py {T}parts.py {T}waits.py "
