@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from statistics import median
 
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source
@@ -165,7 +166,7 @@ def streams(runs: Runs) -> str:
     again, shape = "python -m bench.figures gpu-streams", "qwen3.8-flash-next"
     names = [f"gpu-{kind}{shape}-*.json" for kind in ("", "parallel-")]
     found = [run for name in names for run in runs.newest(name, gpu=True)]
-    behind = runs.newest(f"gpu-context-{shape}-*.json", gpu=True)
+    behind = runs.newest_of_each(f"gpu-context-{shape}-*.json", lambda data: data.get("layers"), gpu=True)
     parts = [decodes_and_prefills(found, again)] if found else []
     parts += [behind_contexts(behind, again)] if behind else []
     return "\n\n".join(parts) or missing(again)
@@ -179,16 +180,17 @@ def invariant(runs: Runs) -> str:
 
 
 def name(run: Run) -> str:
-    """The shape, and what is not usual of what it runs on: several GPUs, the bits of others, the format of
+    """The shape, and what is not usual: some layers alone, several GPUs, the bits of others, the format of
     states.
     """
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
+    layers = f", {run.data['layers']} layers" if run.data.get("layers") else ""
     where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
     state_dtype = run.data.get("settings", run.data).get("state_dtype", "float32")
     states = f", {state_dtype} states" if state_dtype != "float32" else ""
     by_host = ", by the host's memory" if goes_by_host(run.data) else ""
-    return f"{run.data['shape']}{where}{bits}{states}{by_host}"
+    return f"{run.data['shape']}{layers}{where}{bits}{states}{by_host}"
 
 
 def states(runs: Runs) -> str:
@@ -257,7 +259,7 @@ def lora(runs: Runs) -> str:
 def outside(runs: Runs) -> str:
     """Decodes and prompts of mixtures whose experts are outside the GPU, by the memory of those in slots."""
     again = "python -m bench.figures gpu-outside"
-    found = runs.newest("gpu-outside-*.json", gpu=True)
+    found = runs.newest_of_each("gpu-outside-*.json", itemgetter("shape"), gpu=True)
     if not found:
         return missing(again)
     rows, heads, answers = [], dict[str, None](), list[str]()
@@ -348,7 +350,16 @@ def drafts(runs: Runs, *, of_blocks: bool = False) -> str:
     if of_blocks:
         again = ["python -m bench.figures gpu-block-drafts"]
     names = [f"{kept}-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
-    found = [run for name in names for run in runs.newest(name, gpu=True)]
+
+    def drafter_of(data: Row) -> str:
+        """Runs of one kind of drafter alone do not say it."""
+        return str(data.get("draft_model") or "").partition("-")[0]
+
+    found = [
+        run
+        for name in names
+        for run in runs.newest_of_each(name, drafter_of, True, lambda data: bool(drafter_of(data)) or not of_blocks)
+    ]
     if not found:
         return missing(*again)
     rows = []
@@ -358,9 +369,15 @@ def drafts(runs: Runs, *, of_blocks: bool = False) -> str:
             for name in ("head", "free"):
                 own = median(row[f"{name}_ms"])
                 cells += [f"{shown(own)}, {plain / own:.2f}", f"{row[f'{name}_tokens_a_step']:.2f}"]
-            drafter = run.data.get("draft_model")  # runs of one kind of drafter alone do not say it
-            head = f", {drafter.partition('-')[0]}" if drafter else ""
-            rows.append([run.data["shape"] + head, str(row["n"]), f"{row['accept']:g}", shown(plain), *cells])
+            rows.append(
+                [
+                    ", ".join(filter(None, (run.data["shape"], drafter_of(run.data)))),
+                    str(row["n"]),
+                    f"{row['accept']:g}",
+                    shown(plain),
+                    *cells,
+                ]
+            )
     text = (
         "Right: how often a guess is, if those before it are; that is planted. Steps and guesses are real, and the engine chooses how many "
         "tokens it guesses. Guesses that are free stand for those of text that repeats, which no model makes."

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,6 +81,16 @@ class Runs:
         failed = {run.key for run in of_kind if run.has_failed}
         found = [run for run in of_kind if run.key not in failed and where(run.data)]
         return [run for run in found if run.key == found[-1].key]
+
+    def newest_of_each(
+        self, name: str, what: Callable[[Row], object], gpu: bool = False, where: Callable[[Row], bool] = bool
+    ) -> list[Run]:
+        """The same for each of what runs differ in, in the order of its text."""
+        kinds = {what(run.data) for run in self.clean if run.path.match(name) and run.is_gpu == gpu and where(run.data)}
+        of_kind = [
+            partial(lambda kind, data: where(data) and what(data) == kind, kind) for kind in sorted(kinds, key=str)
+        ]
+        return [run for is_so in of_kind for run in self.newest(name, gpu, is_so)]
 
 
 def shown(value: float) -> str:

@@ -70,6 +70,20 @@ def test_a_run_of_a_changed_tree_is_not_used(tmp_path: Path) -> None:
     assert "No run of a clean tree is kept" in tables.host(Runs(tmp_path))
 
 
+def test_the_newest_of_each_kind_stays_beside_newer_ones_of_others(tmp_path: Path) -> None:
+    for day, layers in enumerate((12, None, 12, 8), 1):
+        date, device = f"2026-01-0{day}", "NVIDIA H200"
+        keep(
+            tmp_path / f"{date}-h200", f"gpu-context-flash-{day}.json", rows=[], date=date, layers=layers, device=device
+        )
+    found = Runs(tmp_path).newest_of_each("gpu-context-*.json", lambda data: data["layers"], gpu=True)
+    assert [(run.data["layers"], run.data["date"][-1]) for run in found] == [(12, "3"), (8, "4"), (None, "2")]
+    found = Runs(tmp_path).newest_of_each(
+        "*.json", lambda data: data["layers"], gpu=True, where=lambda data: data["layers"] != 8
+    )
+    assert [run.data["layers"] for run in found] == [12, None]
+
+
 def test_a_run_in_which_a_part_failed_is_not_used_nor_are_its_neighbours(tmp_path: Path) -> None:
     row = {
         "n": 16,
