@@ -476,14 +476,15 @@ def _speed_table(
         title += f" at {roofs[0] / 1e9:.1f} GB/s and {roofs[1] / 1e9:.0f} Gop/s (measured now)"
     if link:
         title += f", experts from outside at {link / 1e9:.1f} GB/s, evenly chosen"
-    columns = (speed, "bound by") if roofs else ("GB",)
     outside = "the link" if plan.n_expert_slots else "the disk"
+    more = (f"GB over {outside}, evenly chosen",) if plan.outside_bytes else ()
+    columns = (speed, "bound by") if roofs else ("GB", *more)
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
         n_bytes = sum(parts) if weights is None else plan.n_shards * _decode_bytes(weights, shape, n, context)
         name = f"{n}" if plan.speaks else f"decode, {n} at {context} tokens"
         if roofs is None:
-            table.add_row(name, f"{n_bytes / 1e9:.2f}")
+            table.add_row(name, f"{n_bytes / 1e9:.2f}", *(f"{brought(plan, n) / 1e9:.2f}" for _ in more))
             continue
         memory_s, compute_s = n_bytes / roofs[0], n * work / roofs[1]
         brought_s = brought(plan, n) / link if link else 0.0
@@ -491,6 +492,9 @@ def _speed_table(
         value = f"{1000 * least_s:.0f}" if plan.speaks else f"{n / least_s:.1f}"
         slower = "memory" if memory_s >= compute_s else "arithmetic"
         table.add_row(name, value, outside if brought_s > max(memory_s, compute_s) else slower)
+    if more and roofs is None:
+        n = plan.max_step_tokens
+        table.add_row(f"prefill of {n} tokens", "–", f"{brought(plan, n) / 1e9:.2f}")
     if roofs and not plan.speaks:  # what is outside comes while the layer in front computes
         n = plan.max_step_tokens
         compute_s, brought_s = n * body / roofs[1], brought(plan, n) / link if link else 0.0

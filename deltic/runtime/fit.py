@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
@@ -13,7 +14,18 @@ from deltic.machine import free_memory_bytes, memory_bound
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.model import Model, S
-from deltic.runtime.plan import CACHE_SHARE, LARGEST_BUFFER, TOO_MUCH, Kind, Plan, as_flag, asked_plan, page_cost, sized
+from deltic.runtime.plan import (
+    CACHE_SHARE,
+    LARGEST_BUFFER,
+    TOO_MUCH,
+    Kind,
+    Plan,
+    as_flag,
+    asked_plan,
+    brought,
+    page_cost,
+    sized,
+)
 
 
 def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: int | None = None) -> Plan[S]:
@@ -34,7 +46,8 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
         if not why:
             asked, plan = _with_experts_outside(asked, kind, config)
     if plan.spare_bytes < 0:
-        raise _refusal(asked, plan, kind, config)
+        told = None if given is None else _refusal_of_experts(asked, kind, config)
+        raise told or _refusal(asked, plan, kind, config)
     if not kind.on_gpu and config.memory_gb is None:  # at most half of what is spare: the cache's
         lacking = plan.decoders_bytes - (free_bytes - plan.budget_bytes)
         plan = replace(plan, budget_bytes=plan.budget_bytes - max(0, min(lacking, plan.spare_bytes // 2)))
@@ -68,22 +81,30 @@ def _pinned_bytes(plan: Plan[S]) -> int:
 
 
 def _with_experts_outside(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> tuple[Plan[S], Plan[S]]:
-    """The plan with experts outside before and after defaults are reduced: with as many inside as asked for;
-    else those of half of the memory or less, if other things fit beside them, and of what these leave.
+    """The plan with experts outside before and after defaults are reduced: with as many inside as asked for.
+    Else with up to half of the memory for them and of what the rest leaves: so that sequences are as long as
+    they can be, and a prompt and an answer bring least.
     """
-    shares = [asked.budget_bytes * i // 8 for i in (4, 3, 2, 1, 0)]
     if config.expert_memory is not None:
-        shares = [int(config.expert_memory * 1e9)]
-    for n_bytes in shares:
+        asked = sized(kind.hold_experts(asked, int(config.expert_memory * 1e9)), kind)
+        return asked, _shrunk(asked, kind, config)
+    plans = list[tuple[Plan[S], Plan[S]]]()
+    for i in range(9):
+        n_bytes = asked.budget_bytes * i // 16
         asked = sized(kind.hold_experts(asked, n_bytes), kind)
         plan = _shrunk(asked, kind, config)
-        if plan.spare_bytes >= 0:
+        if plan.spare_bytes < 0 and plans:
             break
-    if config.expert_memory is None and plan.spare_bytes > 0:
         part = plan.spare_bytes // CACHE_SHARE  # one at least is left to pages and states
         held = (sized(kind.hold_experts(plan, n_bytes + i * part), kind) for i in range(CACHE_SHARE - 1, 0, -1))
-        plan = next((more for more in held if more.spare_bytes >= part), plan)
-    return asked, plan
+        plan = next((more for more in held if more.spare_bytes >= part > 0), plan)
+        plans.append((asked, plan))
+    return max(plans, key=lambda at: (at[1].max_model_len, -_brought_by(at[1])))
+
+
+def _brought_by(plan: Plan[Any]) -> float:
+    """Bytes of experts that a prompt of 8,192 tokens and an answer of 256 bring."""
+    return -(-8192 // plan.max_step_tokens) * brought(plan, plan.max_step_tokens) + 256 * brought(plan, 1)
 
 
 def _shrunk(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
@@ -117,6 +138,15 @@ def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Pla
 
 
 # What does not fit, and what would.
+
+
+def _refusal_of_experts(asked: Plan[S], kind: Kind[S], config: EngineConfig) -> ConfigError | None:
+    """Refuses --expert-memory if less of it would fit."""
+    for tenths in range(int(10 * (config.expert_memory or 0.0)), -1, -1):
+        if _shrunk(sized(kind.hold_experts(asked, tenths * 10**8), kind), kind, config).spare_bytes >= 0:
+            have = f"{asked.budget_bytes / 1e9:.1f} GB of device memory beside the rest; give at most {tenths / 10:g}"
+            return ConfigError(f"--expert-memory {config.expert_memory:g} does not fit into {have}")
+    return None
 
 
 def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig) -> ConfigError:

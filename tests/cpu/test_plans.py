@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +158,28 @@ def test_the_table_of_n_grams_is_copied_once_for_all_gpus(monkeypatch: pytest.Mo
     tables = {id(part.ngram_table) for of_all in given for (part,) in of_all}
     assert len(tables) == 1 and given[0][0][0].ngram_table.is_reachable
     assert told == [("table of n-grams", 1.0)]
+
+
+def test_a_small_card_gives_sequences_and_prompts_memory_before_slots_of_experts() -> None:
+    """The larger the card, the longer are sequences and the less is brought; docs/gpu.md has the table."""
+    device, told = gpu.Gpu(), (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    model = settle(EngineConfig(dummy="qwen3.6-35b-a3b", quantize="int4", device="cuda"), device)
+    plans = {
+        tenths: make_plan(device.text, model, tenths * 10**8, 64 * 10**9)
+        for tenths in (50, 55, 60, 70, 80, 120, 160, 200)
+    }
+    least = 0.0
+    for tenths, plan in reversed(plans.items()):
+        n_steps = -(-8192 // plan.max_step_tokens)
+        token, prompt = planner.brought(plan, 1), n_steps * planner.brought(plan, plan.max_step_tokens)
+        assert plan.max_model_len == 32768 and prompt + 256 * token >= least
+        least = prompt + 256 * token
+        sizes = f"{plan.n_expert_slots} | 32,768 | {plan.max_num_seqs} | {plan.max_step_tokens:,}"
+        assert (
+            tenths < 60
+            or tenths == 70
+            or f"| {tenths // 10} | {sizes} | {token / 1e9:.2f} | {prompt / 1e9:.1f} |\n" in told
+        )
+    asked = EngineConfig(dummy="qwen3.6-35b-a3b", quantize="int4", device="cuda", expert_memory=10.0)
+    with pytest.raises(ConfigError, match=r"--expert-memory 10 does not fit into 10\..*; give at most [0-9.]+$"):
+        make_plan(device.text, settle(asked, device), 12 * 10**9, 64 * 10**9)
