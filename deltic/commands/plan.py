@@ -34,7 +34,7 @@ from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle, settle_text
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fit import make_plan, refuse_little_memory
-from deltic.runtime.model import Model, TextModel
+from deltic.runtime.model import SpeechModel, TextModel
 from deltic.runtime.plan import Plan, TextPlan, brought, shared_sizes
 from deltic.text import SamplingDefaults, Tokenizer
 
@@ -432,7 +432,7 @@ def _roofs(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> tuple[floa
     return read, sum(most.values()) / seconds
 
 
-def _link(plan: Plan[Any], model: Model[Any]) -> float | None:
+def _link(plan: TextPlan, model: TextModel | SpeechModel) -> float | None:
     """Bytes a second, measured now, at which experts come that are outside: over a GPU's link, or from the
     disk. None: none are, or they are not there yet.
     """

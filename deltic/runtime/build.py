@@ -184,6 +184,9 @@ def settle_text(
     if embedder is not None:
         config = replace(config, max_drafts=0)
     drafter = None if config.stages else find_drafter(config, directory, shape, device)
+    left_out = [f"{DRAFT_MODEL}: left out on several machines"] * (
+        bool(config.stages) and is_drafter(directory / DRAFT_MODEL)
+    )
     shape = replace(shape, keeps_hidden=embedder is not None or joint_head is not None)
     max_drafts = device.text.max_drafts(config, shape)
     if drafter is not None and config.max_drafts is None:
@@ -208,7 +211,7 @@ def settle_text(
     n_real, shape = n_real_ids(config, directory, shape), nth_stage(shape, directory, config, stage)
     are_dealt = are_experts_dealt(config, shape, device.n_cuts)
     largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None, are_dealt=are_dealt)
-    notices += shares_told(cuts)
+    notices += (*left_out, *shares_told(cuts))
     bytes_of = partial(device.text.adapter_bytes, cuts=cuts)
     adapters = adapter_room(config, given_adapters(config, shape), bytes_of)
     with naming(None if config.dummy else directory):
@@ -265,6 +268,10 @@ def find_drafter(config: EngineConfig, directory: Path, shape: ModelShape, devic
     elif config.max_drafts == 0:
         raise ConfigError(
             f"--draft-model {config.draft_model}: nothing is guessed here; leave it out, or --max-drafts 0"
+        )
+    elif config.draft_model.endswith(".gguf"):
+        raise ConfigError(
+            f"--draft-model {config.draft_model}: give the head's own checkpoint, in safetensors; GGUF is not read"
         )
     else:
         place = resolve_model(config.draft_model, ALL_FILES, None, config.download_dir)
@@ -401,6 +408,7 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
         plan = make_plan(device.text, model, free_bytes)
         start.notices.append("random experts of each layer do not fit: all layers have those of the first")
     refuse_little_memory(plan)
+    start.notices += where_experts_are(plan)
     start.lap("plan")
     compiling = device.begin_compiling(plan)  # beside reading the weights
     weights, loaded = device.text_weights(model, plan, start.progress)
@@ -426,6 +434,13 @@ def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _St
     kind, formats = precision(plan, first)
     start.notices = [*formats, *start.notices, *loaded, *model.notices, *said, *told]
     return runner, kind
+
+
+def where_experts_are(plan: TextPlan) -> list[str]:
+    """Says that a GPU has some of the experts alone, where that is so."""
+    n_slots = f"{plan.n_expert_slots} of {plan.shape.n_experts} of each layer"
+    told = f"experts are in the host's memory, {n_slots} on the GPU, too: fewer sequences or less context leave room"
+    return [told] if plan.n_expert_slots else []
 
 
 def _build_stage(

@@ -37,14 +37,14 @@ def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: 
     config = model.config
     asked = asked_plan(model, kind, free_bytes)
     plan = _shrunk(asked, kind, config)
-    given = config.expert_memory
-    bare = replace(asked, n_checkpoints=0, host_bytes=0, n_pages=0)
-    if given is not None or (plan.spare_bytes < 0 and _shrunk(bare, kind, EngineConfig()).spare_bytes < 0):
+    given, bare = config.expert_memory, replace(asked, n_checkpoints=0, host_bytes=0, n_pages=0)
+    if given is not None or plan.spare_bytes < 0:
         why = kind.all_inside(model)
         if given is not None and why:
             raise ConfigError(f"--expert-memory {given}: {why}; leave it out")
-        if not why:
-            asked, plan = _with_experts_outside(asked, kind, config)
+        outside = (asked, plan) if why else _with_experts_outside(asked, kind, config)
+        if given is not None or outside[1].spare_bytes >= 0 or _shrunk(bare, kind, EngineConfig()).spare_bytes < 0:
+            asked, plan = outside
     if plan.spare_bytes < 0:
         told = None if given is None else _refusal_of_experts(asked, kind, config)
         raise told or _refusal(asked, plan, kind, config)

@@ -442,6 +442,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         build(max_drafts=0)
     with pytest.raises(CheckpointError, match="no such directory"):
         build(draft_model=str(tmp_path / "none"))
+    with pytest.raises(
+        ConfigError, match=r"--draft-model .*head.gguf: give the head's own checkpoint, in safetensors; GGUF is"
+    ):
+        build(draft_model=str(tmp_path / "head.gguf"))
     write_drafter(tmp_path, "dflash")
     config = json.loads((tmp_path / "config.json").read_text())
     for changes, said in (

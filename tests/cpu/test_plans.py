@@ -16,7 +16,7 @@ from deltic.models.vision.shape import VisionShape
 from deltic.ops.gpu.launch import Levers
 from deltic.runtime import fit
 from deltic.runtime import plan as planner
-from deltic.runtime.build import build_runner, settle
+from deltic.runtime.build import build_runner, settle, settle_text, where_experts_are
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fit import make_plan
 from deltic.runtime.gpu import device as gpu
@@ -180,6 +180,21 @@ def test_a_small_card_gives_sequences_and_prompts_memory_before_slots_of_experts
             or tenths == 70
             or f"| {tenths // 10} | {sizes} | {token / 1e9:.2f} | {prompt / 1e9:.1f} |\n" in told
         )
+    (said,) = where_experts_are(plans[160])
+    assert said.startswith("experts are in the host's memory, 102 of 256 of each layer on the GPU, too")
     asked = EngineConfig(dummy="qwen3.6-35b-a3b", quantize="int4", device="cuda", expert_memory=10.0)
     with pytest.raises(ConfigError, match=r"--expert-memory 10 does not fit into 10\..*; give at most [0-9.]+$"):
         make_plan(device.text, settle(asked, device), 12 * 10**9, 64 * 10**9)
+
+
+@pytest.mark.parametrize("length", [65536, 131072])
+def test_what_fits_on_a_card_fits_on_a_larger_one(length: int) -> None:
+    """Experts go outside for what is asked for, too."""
+    device, fitting = gpu.Gpu(), []
+    model = settle_text(
+        EngineConfig(dummy="qwen3.5-35b-a3b", device="cuda", max_model_len=length), device, "ud-q4_k_xl"
+    )
+    for gb in (10, 16, 22, 24, 26, 32):
+        plan = make_plan(device.text, model, gb * 10**9, 64 * 10**9)
+        fitting.append(plan.n_expert_slots)
+    assert fitting[-1] == 0 and fitting[0] > 0 and not where_experts_are(plan)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ import pytest
 from deltic.config import EngineConfig
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
+from deltic.runtime.build import settle
+from deltic.runtime.cpu.device import Cpu
 from tests.cpu.test_stages import SETTINGS, answers, built, said
 from tests.staged import Stage
 from tests.tiny import tiny_checkpoint
+from tests.tiny_drafter import write_drafter
 
 
 def guesses(runner: Any, n_steps: int = 8) -> list[Any]:
@@ -33,6 +38,15 @@ def guesses(runner: Any, n_steps: int = 8) -> list[Any]:
             sequence.n_computed = len(sequence.tokens)
             sequence.tokens.extend(tokens)
     return found
+
+
+def test_a_block_drafter_in_the_directory_is_left_out_and_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("dense", n_layers=12), path)
+    (path / "draft_model").mkdir()
+    write_drafter(path / "draft_model", "dflash")
+    model = settle(EngineConfig(model=str(path), device="cpu", stages=("127.0.0.1:1",)), Cpu())
+    assert "draft_model: left out on several machines" in model.notices and model.drafter is None
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("dense", True), ("moe", False)])
