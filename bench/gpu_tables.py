@@ -368,19 +368,19 @@ def drafts(runs: Runs, *, of_blocks: bool = False) -> str:
             plain, cells = median(row["plain_ms"]), list[str]()
             for name in ("head", "free"):
                 own = median(row[f"{name}_ms"])
-                cells += [f"{shown(own)}, {plain / own:.2f}", f"{row[f'{name}_tokens_a_step']:.2f}"]
-            rows.append(
-                [
-                    ", ".join(filter(None, (run.data["shape"], drafter_of(run.data)))),
-                    str(row["n"]),
-                    f"{row['accept']:g}",
-                    shown(plain),
-                    *cells,
-                ]
-            )
+                cells += [f"{ranged(row[f'{name}_ms'])}, {plain / own:.2f}", f"{row[f'{name}_tokens_a_step']:.2f}"]
+            what = ", ".join(filter(None, (run.data["shape"], drafter_of(run.data))))
+            rows.append([what, str(row["n"]), f"{row['accept']:g}", ranged(row["plain_ms"]), *cells])
+    most = " and ".join(str(n) for n in sorted({run.data["max_drafts"] for run in found if "max_drafts" in run.data}))
     text = (
         "Right: how often a guess is, if those before it are; that is planted. Steps and guesses are real, and the engine chooses how many "
-        "tokens it guesses. Guesses that are free stand for those of text that repeats, which no model makes."
+        f"tokens it guesses{f', at most {most}' if most else ''}. Guesses that are free stand for those of text that repeats, which no "
+        "model makes"
+        + (
+            "; the drafter that nobody asks then goes on reading what the model says of each token."
+            if of_blocks
+            else "."
+        )
     )
     header = [
         *("model", "N", "right", "ms a token", f"with the {guesser}, times as fast", "tokens a step"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,31 @@ def test_what_fits_on_a_card_fits_on_a_larger_one(length: int) -> None:
         plan = make_plan(device.text, model, gb * 10**9, 64 * 10**9)
         fitting.append(plan.n_expert_slots)
     assert fitting[-1] == 0 and fitting[0] > 0 and not where_experts_are(plan)
+
+
+def test_what_fits_is_what_the_documents_say() -> None:
+    """Contexts of files in UD-Q4_K_XL on cards of 16, 24 and 32 GB; a page more is not planned."""
+    device, told = gpu.Gpu(), (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+
+    def plan_on(name: str, gb: float, **settings: Any) -> TextPlan | None:
+        config = EngineConfig(dummy=f"qwen3.5-{name.lower()}", device="cuda", **settings)
+        try:
+            plan = make_plan(device.text, settle_text(config, device, "ud-q4_k_xl"), int(gb * 1e9), 64 * 10**9)
+        except ConfigError:
+            return None
+        return plan if plan.n_expert_slots == 0 or not settings else None
+
+    rows = re.findall(
+        r"^\| (27B|35B-A3B) \| ([0-9.]+) \| ([0-9,]+), ([0-9]+)(?:; (\d+) of 256 experts)? \| (.*) \|$",
+        told,
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for name, free, context, sequences, slots, longest in rows:
+        plan = plan_on(name, float(free))
+        assert plan is not None and f"{plan.max_model_len:,} {plan.max_num_seqs}" == f"{context} {sequences}"
+        assert plan.n_expert_slots == int(slots or 0)
+        for length, more in zip(longest.split(" | "), ({}, {"kv_cache_dtype": "fp8"}, {"max_drafts": 4}), strict=True):
+            n = 0 if length == "–" else int(length.replace(",", ""))
+            assert not n or plan_on(name, float(free), max_num_seqs=1, max_model_len=n, **more)
+            assert n == 262144 or not plan_on(name, float(free), max_num_seqs=1, max_model_len=n + 64, **more)
