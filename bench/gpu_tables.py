@@ -184,7 +184,8 @@ def name(run: Run) -> str:
     states.
     """
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
-    layers = f", {run.data['layers']} layers" if run.data.get("layers") else ""
+    is_whole = not run.data.get("layers") or "layers" in run.data["shape"]
+    layers = "" if is_whole else f", {run.data['layers']} layers"
     where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
     state_dtype = run.data.get("settings", run.data).get("state_dtype", "float32")

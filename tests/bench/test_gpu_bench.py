@@ -202,7 +202,10 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     found["code"]["modified"] = False  # where this test runs the tree may have changes
     file.write_text(json.dumps(found))
     made = gpu_tables.drafts(Runs(tmp_path), of_blocks=True)
-    assert "with the block drafter" in made and "| qwen3.5-27b, dflash | 1 | 0.8 | 20.0 (20.0 .. 20.0) | 8.00, 2.50 | 2.50 |" in made
+    assert (
+        "with the block drafter" in made
+        and "| qwen3.5-27b, dflash | 1 | 0.8 | 20.0 (20.0 .. 20.0) | 8.00, 2.50 | 2.50 |" in made
+    )
 
 
 def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
