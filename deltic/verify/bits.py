@@ -117,12 +117,8 @@ def check_logprobs(
         each = [abs(a - b) for a, b in zip(mine[name], others, strict=False)]
         mean = sum(each) / max(1, len(each))
         distances += each
-        figures[name] = {
-            "mean": mean,
-            "worst": max(each, default=0.0),
-            "nats": -sum(mine[name]) / max(1, len(mine[name])),
-            "their_nats": -sum(others) / max(1, len(others)),
-        }
+        nats, their_nats = (-sum(told) / max(1, len(told)) for told in (mine[name], others))
+        figures[name] = {"mean": mean, "worst": max(each, default=0.0), "nats": nats, "their_nats": their_nats}
         if len(mine[name]) != len(others):
             check.wrong(f"{name}: {len(mine[name])} log-probabilities here, and {len(others)} by {whose}")
         if not mean <= LOOK_NATS:

@@ -105,12 +105,11 @@ def check_hashes(files: Files, check: Check, tell: Tell) -> None:
                 "changed on this disk: delete it and download it again"
             )
     check.figures = {"hashes": found}
-    big = [f"{name} {hash}" for name, hash in found.items() if name.endswith((".safetensors", ".gguf"))]
     check.note(f"{len(found)} files of {total / 1e9:.2f} GB; the hub's hash is known of {n_known}")
     if not n_known:
         check.note("compare these SHA-256 with those on the page of each file on the hub")
-    for line in big:
-        check.note(line)
+    for name in (name for name in found if name.endswith((".safetensors", ".gguf"))):
+        check.note(f"{name} {found[name]}")
 
 
 def check_index(files: Files, check: Check) -> None:

@@ -112,10 +112,8 @@ class Page:
 
     def json(self) -> JsonObject:
         """The same as an object, with all figures."""
-        checks = [
-            {"name": each.name, "verdict": each.verdict, "said": each.said, "figures": each.figures}
-            for each in self.checks
-        ]
+        names = ("name", "verdict", "said", "figures")
+        checks: list[object] = [{name: getattr(each, name) for name in names} for each in self.checks]
         made: JsonObject = {"verdict": self.verdict, "head": self.head, "checks": checks}
         return dict(self._private_value(made))
 

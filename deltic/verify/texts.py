@@ -122,10 +122,8 @@ def check_prompts(wording: Wording, theirs: Mapping[str, str | Sequence[int]], w
     n_wrong, shared = 0, wording.prompts.keys() & theirs.keys()
     for name in sorted(shared):
         there = theirs[name]
-        mine, other = (
-            wording.written(wording.prompts[name]),
-            there if isinstance(there, str) else wording.written(there),
-        )
+        mine = wording.written(wording.prompts[name])
+        other = there if isinstance(there, str) else wording.written(there)
         if mine != other:
             n_wrong += 1
             check.wrong(f"{name}: rendered otherwise than by {whose}, {differing(mine, other)}")
@@ -165,13 +163,6 @@ def published_wording(wording: Wording) -> tuple[dict[str, list[int]], dict[str,
     for chat in CHATS:
         if chat["name"] in wording.prompts:
             settings = {name: chat[name] for name in ("enable_thinking",) if name in chat}
-            text = theirs.apply_chat_template(
-                chat["messages"],
-                tools=chat.get("tools"),
-                chat_template=template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **settings,
-            )
-            prompts[chat["name"]] = str(text)
+            settings |= {"tools": chat.get("tools"), "chat_template": template, "add_generation_prompt": True}
+            prompts[chat["name"]] = str(theirs.apply_chat_template(chat["messages"], tokenize=False, **settings))
     return ids, prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,12 +29,13 @@ from deltic.engine.step import Step
 from deltic.models.checkpoint import DEMO, resolve_model
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import digest, published_hash
+from deltic.ops.arrays import Array
 from deltic.runtime.build import build_runner
 from deltic.verify import bits, layers, servers
 from deltic.verify.files import Files, check_configuration, check_hashes, check_index
 from deltic.verify.page import Check, Page
 from deltic.verify.texts import TEXTS, Wording, check_ids, check_prompts, check_rules
-from deltic.verify.values import check_against, check_numbers
+from deltic.verify.values import check_against, check_numbers, values_of
 from tests.cpu.grid import grid
 from tests.fake_hub import hub_with
 from tests.tiny import tiny_checkpoint, tiny_embedder
@@ -141,6 +143,76 @@ def test_a_wrong_scale_of_a_block_is_named(tmp_path: Path) -> None:
     )
     assert [text for text in found.said if text.startswith(LAYERS)] == [found.said[0]]
     assert found.said[0].startswith(f"{LAYERS}1.mlp.up_proj.weight: ")
+
+
+def times(scales: Array, factor: float) -> None:
+    scales[...] = scales.astype(np.float32) * factor
+
+
+PLANTS: dict[str, tuple[Callable[[Array], None], str]] = {
+    "all x1.15": (lambda scales: times(scales, 1.15), "is 1.1"),
+    "all x0.85": (lambda scales: times(scales, 0.85), "is 0.8"),
+    "a group x2": (lambda scales: times(scales[5, -1:], 2), "row 5, columns AT, is "),
+    "a group halved": (lambda scales: times(scales[5, -1:], 0.5), "row 5, columns AT, is 0."),
+    "a group zeroed": (lambda scales: times(scales[5, -1:], 0), "row 5, columns AT, is 0.00 "),
+    "a row x1.5": (lambda scales: times(scales[7], 1.5), "row 7"),
+}
+"""What is planted in scales [rows, groups], and what is said of the tensor."""
+
+
+@pytest.fixture(scope="module")
+def q4_k(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A file with one matrix in random blocks of Q4_K, and a checkpoint whose values they are, but for rounding."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    file = tiny_gguf("dense", lambda hf_name, shape: "Q4_K" if hf_name == name else "F32")
+    values = torch.from_numpy(values_of(Files(file, "file").tensors[name], 0, 256))
+    values += 0.07 * values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{LAYERS}0.mlp.down_proj.weight"] = values.bfloat16()
+
+    return file, spoilt(tiny_checkpoint("dense"), tmp_path_factory.mktemp("q4_k") / "source", change).path
+
+
+def planted_in_gguf(source: Path, target: Path, plant: Callable[[Array], None]) -> Files:
+    """A copy with other scales in the matrix down of layer 0, of expert 3 if there are several."""
+    shutil.copy(source, target)
+    names = ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight")
+    (tensor,) = (tensor for tensor in gguf.GGUFReader(target, "r+").tensors if tensor.name in names)
+    n_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    rows = tensor.data[3] if tensor.data.ndim == 3 else tensor.data
+    scales = rows.reshape(len(rows), -1, n_bytes)[..., : 4 if tensor.tensor_type.name in ("Q4_1", "Q4_K") else 2]
+    plant(scales.view(np.float16))
+    tensor.data.flush()
+    return Files(target, "spoilt")
+
+
+@pytest.mark.parametrize("format", ["Q4_0", "Q4_1", "Q5_0", "Q4_K", "gptq", "awq", "nvfp4"])
+def test_wrong_scales_of_few_bits_are_named(format: str, tmp_path: Path, q4_k: tuple[Path, Path]) -> None:
+    part = {"gptq": "scales", "awq": "scales", "nvfp4": "weight_scale"}.get(format)
+    expert = "" if format == "Q4_K" else "experts.3."
+    name = f"{LAYERS if part else 'model.layers.'}0.mlp.{expert}down_proj.weight"
+    for planted, (plant, said) in PLANTS.items():
+        if part:
+
+            def change(tensors: Tensors, plant: Callable[[Array], None] = plant) -> None:
+                stored = tensors[name.replace("weight", part)]
+                scales = stored.float().numpy()
+                plant(scales if part == "weight_scale" else scales.T)
+                stored[...] = torch.from_numpy(scales).to(stored.dtype)
+
+            files = spoilt(tiny_quantised("moe", format).path, tmp_path / planted, change)
+            good = tiny_checkpoint("moe")
+        else:
+            file, good = q4_k if format == "Q4_K" else (tiny_gguf("moe", format), tiny_checkpoint("moe"))
+            files = planted_in_gguf(file, tmp_path / f"{planted}.gguf", plant)
+        found = beside(files, good)
+        (named,) = (text for text in found.said if text.startswith("model."))
+        if format == "Q4_K":  # 256 columns share the scale that was changed: half of the row
+            said = re.sub(", columns AT.*", "", said)
+        at = {"gptq": "0 to 127", "awq": "0 to 127", "nvfp4": "112 to 127"}.get(format, "96 to 127")
+        assert re.match(re.escape(f"{name}: ") + said.replace("AT", at), named), (planted, named)
+        assert found.verdict == "wrong" and "wrong?" in named
 
 
 def test_value_heads_in_another_order_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
