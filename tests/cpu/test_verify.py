@@ -30,17 +30,18 @@ from deltic.models.checkpoint import DEMO, resolve_model
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import digest, published_hash
 from deltic.ops.arrays import Array
+from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.runtime.build import build_runner
 from deltic.verify import bits, layers, servers
 from deltic.verify.files import Files, check_configuration, check_hashes, check_index
 from deltic.verify.page import Check, Page
 from deltic.verify.texts import TEXTS, Wording, check_ids, check_prompts, check_rules
-from deltic.verify.values import check_against, check_numbers, values_of
+from deltic.verify.values import FACTORS, Compared, check_against, check_numbers, values_of
 from tests.cpu.grid import grid
 from tests.fake_hub import hub_with
 from tests.tiny import tiny_checkpoint, tiny_embedder
 from tests.tiny_gguf import tiny_gguf, write_gguf
-from tests.tiny_quantised import RECIPES, tiny_quantised
+from tests.tiny_quantised import RECIPES, gptq, nvfp4, tiny_quantised
 from tests.tiny_speech import tiny_speech
 
 LAYERS = "model.language_model.layers."
@@ -213,6 +214,44 @@ def test_wrong_scales_of_few_bits_are_named(format: str, tmp_path: Path, q4_k: t
         at = {"gptq": "0 to 127", "awq": "0 to 127", "nvfp4": "112 to 127"}.get(format, "96 to 127")
         assert re.match(re.escape(f"{name}: ") + said.replace("AT", at), named), (planted, named)
         assert found.verdict == "wrong" and "wrong?" in named
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4", "NVFP4", "int4"])
+@pytest.mark.parametrize("tails", [3.0, 2.0, 0.0], ids=["tails", "long tails", "one weight in 2000 times 100"])
+def test_rounded_weights_with_tails_are_right(format: str, tails: float) -> None:
+    """No group and no row is beyond its bound, and the tensor is within half of its own."""
+    generator = np.random.default_rng(0)
+    weights = generator.standard_t(tails, (512, 1024)) if tails else generator.normal(0, 1, (512, 1024))
+    if not tails:
+        weights[generator.random(weights.shape) < 1 / 2000] *= 100
+    weights = (0.02 * weights).astype(np.float32)
+    if format in ("NVFP4", "int4"):
+        rounded = (nvfp4 if format == "NVFP4" else gptq)(torch.from_numpy(weights))[1].float().numpy()
+    else:
+        kind = gguf.GGMLQuantizationType[format]
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(weights, kind), kind)
+    stored: Any = SimpleNamespace(
+        format=WEIGHT_FORMATS[{"int4": "int4-g128-float16"}.get(format, format)], dtype=format
+    )
+    plain: Any = SimpleNamespace(format=None, dtype="BF16")
+    compared = Compared(stored, plain)
+    compared.add(rounded, weights, np.arange(512))
+    assert compared.furthest == (1.0, "")
+    assert abs(compared.factors / compared.n) < FACTORS[int(stored.format.bits)][1] / 2
+
+
+def test_the_page_has_the_bounds_of_factors() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    for n_bits, (low, many_low, high, many_high) in FACTORS.items():
+        (row,) = re.findall(rf"^\| (?:\d, )?{n_bits}(?:, \d)? \|(.*)\|$", page, re.MULTILINE)
+        both = [
+            (low, high),
+            (many_low, many_high),
+            (many_low + (low - many_low) / 8, many_high + (high - many_high) / 8),
+        ]
+        said = [[float(n) for n in re.findall(r"[\d.]+\d", cell)] for cell in row.replace("64", "").split("|")]
+        wanted = [[*([1 - a] if a < 1 else []), 1 + b] for a, b in both]
+        assert said == [pytest.approx(each, abs=0.0075) for each in wanted], n_bits
 
 
 def test_value_heads_in_another_order_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
