@@ -241,10 +241,10 @@ def check_against(files: Files, other: Files, check: Check, tell: Tell) -> None:
     for mine, theirs in zip(*parts, strict=True):
         tell("comparing tensors", done / total)
         done += math.prod(_sizes(mine))
-        for (name, their_name), rows, *values in _pairs(files, other, mine, theirs):
+        for (name, their_name), rows, ours, others in _pairs(files, other, mine, theirs):
             tensors = files.tensors[name], other.tensors[their_name]
             as_head = " as the head" if their_name == "lm_head.weight" != name else ""
-            compared.setdefault(f"{name}{as_head}", Compared(*tensors)).add(*values, rows)
+            compared.setdefault(f"{name}{as_head}", Compared(*tensors)).add(ours, others, rows)
     for name in sorted(files.tensors.keys() - {one.name for part in files.plan for one in part.stored}):
         beside = other.tensors.get(name)  # of a part that is not run, as the draft head
         own = files.tensors[name]
@@ -253,8 +253,8 @@ def check_against(files: Files, other: Files, check: Check, tell: Tell) -> None:
         compared[name] = Compared(own, beside)
         n, step = math.prod(own.shape[:-1]), max(1, BLOCK_WEIGHTS // own.shape[-1])
         for begin in range(0, n, step):
-            rows = np.arange(begin, min(begin + step, n))
-            compared[name].add(*(values_of(each, begin, begin + len(rows)) for each in (own, beside)), rows)
+            end = min(begin + step, n)
+            compared[name].add(values_of(own, begin, end), values_of(beside, begin, end), np.arange(begin, end))
     differing = {name: said for name, each in compared.items() if (said := each.judged())}
     for name, said in differing.items():
         check.wrong(f"{name}: {said}")
