@@ -54,7 +54,7 @@ def test_both_at_once_as_each_alone(served: Served) -> None:
 
 def test_commands_find_the_model_that_fits(served: Served, tmp_path: object) -> None:
     url, key, out = served.process.url, served.process.api_key, f"{tmp_path}/said.pcm"
-    line = ["say", "hello", "--url", url, "--api-key", key, "--out", out, "--max-new-tokens", "5"]
+    line = ["say", "hello", "--url", url, f"--api-key={key}", "--out", out, "--max-new-tokens", "5"]
     assert main(line) == 0
     assert os.path.getsize(out)
 
